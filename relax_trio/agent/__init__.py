@@ -1,0 +1,1 @@
+"""The agent process of a Session: environment, IO directory, output, launch."""

@@ -1,0 +1,1 @@
+"""Engines that turn a token prefix into more tokens, behind one Protocol."""

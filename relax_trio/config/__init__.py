@@ -1,0 +1,1 @@
+"""Configuration: one frozen tree, its flags, its files and its rules."""

@@ -1,0 +1,67 @@
+"""How one option of the configuration is declared: default, help, unit and reason beside the field it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+
+def option(
+    default: Any = attrs.NOTHING,
+    help: str = "",  # noqa: A002 - the word every command-line reader knows
+    *,
+    unit: str = "",
+    why: str = "",
+    flag: str | None = None,
+    factory: Callable[[], Any] | None = None,
+    metavar: str = "",
+    choices: tuple[str, ...] = (),
+    check: Callable[[Any], str | None] | None = None,
+) -> Any:
+    """Declare an option as an attrs field.
+
+    Args:
+      default: value when the user says nothing; leave out for a field that must be given.
+      help: one sentence for `--help` and the docs.
+      unit: unit of the value ("s", "tokens", "Groups", …), shown in help and docs.
+      why: the reason for the default.
+      flag: flag name without dashes; default: the field's name with `-` for `_`.
+      factory: makes the default instead of `default`.
+      metavar: placeholder in `--help`.
+      choices: the allowed texts, if closed.
+      check: given the value, returns what is wrong with it, or None.
+
+    Returns:
+      An `attrs.field` that carries all of it in its metadata under "option".
+    """
+    metadata = {
+        "option": {
+            "help": help,
+            "unit": unit,
+            "why": why,
+            "flag": flag,
+            "metavar": metavar,
+            "choices": choices,
+            "check": check,
+        }
+    }
+    if factory is not None:
+        return attrs.field(factory=factory, metadata=metadata)
+    return attrs.field(default=default, metadata=metadata)
+
+
+def positive(value: float | None) -> str | None:
+    """Check for options that must be greater than zero (None passes)."""
+    return None if value is None or value > 0 else "must be greater than 0"
+
+
+def not_negative(value: float | None) -> str | None:
+    """Check for options that must be zero or greater (None passes)."""
+    return None if value is None or value >= 0 else "must be 0 or greater"
+
+
+def fraction(value: float) -> str | None:
+    """Check for options in (0, 1]."""
+    return None if 0 < value <= 1 else "must be greater than 0 and at most 1"

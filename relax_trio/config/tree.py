@@ -1,0 +1,275 @@
+"""The configuration as one frozen tree, built once and passed explicitly.
+
+Each section is a frozen attrs class; each field is one flag (`field_name` → `--field-name`) and one YAML key. Derived
+numbers are properties with their formula. Not covered: parsing (parse.py), files (yaml_file.py), the rules that need the
+file system or several sections (check.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attrs import Factory, field, frozen
+
+from relax_trio.config.option import fraction, not_negative, option, positive
+
+
+@frozen(kw_only=True)
+class AgentConfig:
+    """The agent process of a Session."""
+
+    agent_command: str | None = option(
+        None, "Shell command that runs the agent, through /bin/bash -c.", metavar="COMMAND"
+    )
+    agent_cwd: Path = option(Path(), "Working directory of the agent.", metavar="DIR")
+    agent_env: dict[str, str] = option(
+        factory=dict,
+        help="Extra variables for the agent; the last duplicate wins; RELAX_* is refused.",
+        metavar="KEY=VALUE",
+    )
+    agent_env_pass: tuple[str, ...] = option(
+        (), "Names let through although they hold KEY, TOKEN, SECRET or PASSWORD.", metavar="NAME"
+    )
+    agent_env_clear: bool = option(False, "Start from a minimal environment instead of the parent's.")
+    agent_login_shell: bool = option(
+        False, "Run the command with bash -lc.", why="login files are slow and surprising"
+    )
+    agent_timeout: float = option(
+        1800.0,
+        "Active-time budget of a Session.",
+        unit="s",
+        why="long enough for tool-heavy tasks",
+        check=positive,
+    )
+    agent_term_grace: float = option(
+        5.0, "Time between SIGTERM and SIGKILL when an agent is ended.", unit="s", check=not_negative
+    )
+    keep_session_dirs: str = option(
+        "failed",
+        "Which Sessions' IO directories are kept under RUN_DIR/sessions.",
+        choices=("never", "failed", "always"),
+    )
+
+
+@frozen(kw_only=True)
+class DataConfig:
+    """The dataset of the run."""
+
+    prompt_data: str | None = option(
+        None, "Dataset: JSON Lines or Parquet; PATH@[a:b] takes a slice of the rows.", metavar="PATH"
+    )
+    input_key: str = option("input", "Row key of the prompt: a string or a message list.", metavar="KEY")
+    label_key: str | None = option(None, "Row key of the label.", metavar="KEY")
+    metadata_key: str = option("metadata", "Row key of the metadata object.", metavar="KEY")
+    rollout_shuffle: bool = option(False, "Shuffle the rows anew in each epoch.")
+    rollout_seed: int = option(42, "Seed of the shuffle and of deterministic sampling.")
+
+
+@frozen(kw_only=True)
+class RolloutConfig:
+    """Sizes, sampling and retries of rollout."""
+
+    use_agentic_rollout: bool = option(True, "Accepted for compatibility: this is the only path.")
+    num_rollout: int | None = option(
+        None, "Rollout steps of the run; default: one epoch.", unit="steps", check=positive
+    )
+    rollout_batch_size: int = option(8, "Groups that a step trains on.", unit="Groups", check=positive)
+    n_samples_per_prompt: int = option(8, "Sessions per Group.", unit="Sessions", check=positive)
+    over_sampling_batch_size: int | None = option(
+        None, "Groups at work at once; default: --rollout-batch-size.", unit="Groups", check=positive
+    )
+    agentic_concurrency: int | None = option(
+        None,
+        "Resident Groups in Prepare and Runtime together; default: --over-sampling-batch-size.",
+        unit="Groups",
+        check=positive,
+    )
+    rollout_temperature: float = option(1.0, "Sampling temperature; 0 is greedy.", check=not_negative)
+    rollout_top_p: float = option(1.0, "Nucleus sampling mass.", check=fraction)
+    rollout_top_k: int = option(-1, "Sample from the k likeliest tokens; -1: from all.")
+    rollout_max_response_len: int = option(1024, "Limit of one turn.", unit="tokens", check=positive)
+    rollout_max_context_len: int | None = option(
+        None, "Limit of a conversation; default: the model's.", unit="tokens", check=positive
+    )
+    rollout_stop: tuple[str, ...] = option((), "Stop strings of every turn.", metavar="TEXT")
+    rollout_stop_token_ids: tuple[int, ...] = option(
+        (), "Stop token ids besides the end of turn.", metavar="ID"
+    )
+    agentic_session_retries: int = option(
+        2, "New Sessions at a place after a failure that is not the agent's.", check=not_negative
+    )
+    agentic_agent_retries: int = option(
+        0,
+        "New Sessions at a place after the agent failed.",
+        why="an agent's failure is usually its own",
+        check=not_negative,
+    )
+    max_row_failures: int = option(3, "Failures after which a row is set aside.", check=positive)
+    agentic_reasoning_parser: str | None = option(
+        None, "Reasoning parser by its SGLang name.", metavar="NAME"
+    )
+    agentic_tool_call_parser: str | None = option(
+        None, "Tool-call parser by its SGLang name.", metavar="NAME"
+    )
+    agentic_unechoed_reasoning: str = option(
+        "restore", "What an assistant message without its reasoning means.", choices=("restore", "fork")
+    )
+    dedup_shared_turns: bool = option(
+        False, "Train a response shared by several exported contexts once, in the first."
+    )
+    custom_generate_function_path: str | None = option(
+        None, "Accepted with a warning; agentic rollout ignores it.", metavar="PATH"
+    )
+    deterministic: bool = option(
+        False, "Same seed, same rewards: fixed widths, derived seeds, training in row order."
+    )
+
+    @property
+    def n_work_groups(self) -> int:
+        """Groups at work at once: `over_sampling_batch_size` or `rollout_batch_size`."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def n_resident_groups(self) -> int:
+        """Group permits shared by Prepare and Runtime: `agentic_concurrency` or `n_work_groups`."""
+        return self.agentic_concurrency or self.n_work_groups
+
+    @property
+    def n_train_sessions(self) -> int:
+        """T = agentic_concurrency * n_samples_per_prompt: the most train Sessions resident at once."""
+        return self.n_resident_groups * self.n_samples_per_prompt
+
+
+@frozen(kw_only=True)
+class EvalConfig:
+    """Evaluation between steps."""
+
+    eval_prompt_data: tuple[str, ...] = option((), "Datasets: NAME PATH [NAME PATH …].", metavar="NAME PATH")
+    eval_interval: int | None = option(
+        None, "Evaluate before the first and after every N steps.", unit="steps", check=positive
+    )
+    n_samples_per_eval_prompt: int = option(1, "Sessions per eval row.", unit="Sessions", check=positive)
+    eval_temperature: float = option(0.0, "Sampling temperature in eval.", why="greedy", check=not_negative)
+    eval_max_response_len: int | None = option(
+        None, "Limit of one turn in eval; default: the rollout's.", unit="tokens", check=positive
+    )
+    eval_max_context_len: int | None = option(
+        None, "Limit of a conversation in eval; default: the rollout's.", unit="tokens", check=positive
+    )
+    eval_input_key: str | None = option(
+        None, "Row key of the prompt in eval; default: --input-key.", metavar="KEY"
+    )
+    eval_label_key: str | None = option(
+        None, "Row key of the label in eval; default: --label-key.", metavar="KEY"
+    )
+    agentic_eval_concurrency: int | None = option(
+        None,
+        "Resident eval Groups; default: ceil(T / samples per eval prompt).",
+        unit="Groups",
+        check=positive,
+    )
+
+
+@frozen(kw_only=True)
+class BackendConfig:
+    """The engine that serves the model."""
+
+    hf_checkpoint: str | None = option(
+        None, "Hugging Face checkpoint directory, or `demo` for the built-in model.", metavar="DIR"
+    )
+    embedded_max_batch: int = option(
+        64, "Attempts that decode together in the embedded engine.", check=positive
+    )
+    embedded_dtype: str = option(
+        "float32", "Weights of the embedded engine.", choices=("float32", "bfloat16")
+    )
+    embedded_threads: int | None = option(None, "Torch threads; default: one per core.", check=positive)
+
+
+@frozen(kw_only=True)
+class RewardConfig:
+    """Reward and credit."""
+
+    custom_rm_path: str | None = option(None, "Reward hook package.module.function.", metavar="PATH")
+    reward_key: str | None = option(None, "Key of the primary reward in a reward object.", metavar="KEY")
+    rm_timeout: float = option(600.0, "Time limit of one reward hook call.", unit="s", check=positive)
+    advantage_estimator: str = option("grpo", "How rewards become credit.", choices=("grpo",))
+    grpo_std_normalization: bool = option(
+        True, "Divide the centred reward by the Group's standard deviation."
+    )
+
+
+@frozen(kw_only=True)
+class TrainConfig:
+    """Loss, optimizer and checkpoints."""
+
+    lr: float = option(1e-6, "Learning rate.", check=not_negative)
+    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.", check=not_negative)
+    lr_decay_style: str = option(
+        "constant", "Learning-rate schedule after warm-up.", choices=("constant", "linear", "cosine")
+    )
+    weight_decay: float = option(0.0, "AdamW weight decay.", check=not_negative)
+    adam_beta1: float = option(0.9, "AdamW beta 1.")
+    adam_beta2: float = option(0.95, "AdamW beta 2.")
+    adam_eps: float = option(1e-8, "AdamW epsilon.")
+    clip_grad: float = option(1.0, "Largest gradient norm; 0 turns clipping off.", check=not_negative)
+    eps_clip: float = option(0.2, "Policy ratio clip, lower side.", check=positive)
+    eps_clip_high: float | None = option(
+        None, "Policy ratio clip, upper side; default: --eps-clip.", check=positive
+    )
+    global_batch_size: int | None = option(
+        None,
+        "Samples per optimizer step; default: all samples of a rollout step.",
+        unit="samples",
+        check=positive,
+    )
+    micro_batch_size: int = option(8, "Samples per forward pass.", unit="samples", check=positive)
+    calculate_per_token_loss: bool = option(False, "Mean over tokens instead of mean over Sessions.")
+    seed: int = option(1234, "Seed of the trainer.")
+    save: Path | None = option(None, "Directory of checkpoints; default: RUN_DIR/checkpoints.", metavar="DIR")
+    save_interval: int | None = option(
+        None, "Steps between checkpoints; default: only the last.", unit="steps", check=positive
+    )
+    load: Path | None = option(None, "Resume from this directory of checkpoints.", metavar="DIR")
+
+
+@frozen(kw_only=True)
+class ServerConfig:
+    """The model API server."""
+
+    host: str = option(
+        "127.0.0.1", "Address to listen on.", why="agents run here; the API has no other protection"
+    )
+    port: int = option(0, "Port to listen on; 0 takes a free one.", check=not_negative)
+    max_request_bytes: int = option(64 * 1024 * 1024, "Largest request body.", unit="bytes", check=positive)
+    agentic_retry_grace: float = option(
+        5.0, "How long a request goes on after its client left.", unit="s", check=not_negative
+    )
+
+
+@frozen(kw_only=True)
+class OutputConfig:
+    """Where evidence goes."""
+
+    output_dir: Path | None = option(None, "Run directory; default: runs/<date>-<time>.", metavar="DIR")
+    save_debug_rollout_data: str | None = option(
+        None, "Dump every step's samples to PATH with {rollout_id} in it.", metavar="PATH"
+    )
+    stall_warning: float = option(
+        60.0, "Log a wait longer than this with its chain of owners.", unit="s", check=positive
+    )
+
+
+@frozen(kw_only=True)
+class Config:
+    """The whole configuration: one section per concern."""
+
+    agent: AgentConfig = field(default=Factory(AgentConfig))
+    data: DataConfig = field(default=Factory(DataConfig))
+    rollout: RolloutConfig = field(default=Factory(RolloutConfig))
+    eval: EvalConfig = field(default=Factory(EvalConfig))
+    backend: BackendConfig = field(default=Factory(BackendConfig))
+    reward: RewardConfig = field(default=Factory(RewardConfig))
+    train: TrainConfig = field(default=Factory(TrainConfig))
+    server: ServerConfig = field(default=Factory(ServerConfig))
+    output: OutputConfig = field(default=Factory(OutputConfig))

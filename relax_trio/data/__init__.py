@@ -1,0 +1,1 @@
+"""Plain data that crosses rooms: messages, requests, completions, records, samples."""

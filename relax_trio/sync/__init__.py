@@ -1,0 +1,1 @@
+"""The only home of Trio primitives of our own."""
