@@ -83,9 +83,7 @@ class AttemptResult:
 
     def __attrs_post_init__(self) -> None:
         assert len(self.token_ids) == len(self.logprobs), "one logprob per generated token"
-        assert sum(span.n_tokens for span in self.versions) == len(self.token_ids), (
-            "every token has a version"
-        )
+        assert sum(span.n_tokens for span in self.versions) == len(self.token_ids), "every token has a version"
 
 
 @frozen(kw_only=True)

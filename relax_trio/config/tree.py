@@ -31,9 +31,7 @@ class AgentConfig:
         (), "Names let through although they hold KEY, TOKEN, SECRET or PASSWORD.", metavar="NAME"
     )
     agent_env_clear: bool = option(False, "Start from a minimal environment instead of the parent's.")
-    agent_login_shell: bool = option(
-        False, "Run the command with bash -lc.", why="login files are slow and surprising"
-    )
+    agent_login_shell: bool = option(False, "Run the command with bash -lc.", why="login files are slow and surprising")
     agent_timeout: float = option(
         1800.0,
         "Active-time budget of a Session.",
@@ -92,9 +90,7 @@ class RolloutConfig:
         None, "Limit of a conversation; default: the model's.", unit="tokens", check=positive
     )
     rollout_stop: tuple[str, ...] = option((), "Stop strings of every turn.", metavar="TEXT")
-    rollout_stop_token_ids: tuple[int, ...] = option(
-        (), "Stop token ids besides the end of turn.", metavar="ID"
-    )
+    rollout_stop_token_ids: tuple[int, ...] = option((), "Stop token ids besides the end of turn.", metavar="ID")
     agentic_session_retries: int = option(
         2, "New Sessions at a place after a failure that is not the agent's.", check=not_negative
     )
@@ -105,24 +101,16 @@ class RolloutConfig:
         check=not_negative,
     )
     max_row_failures: int = option(3, "Failures after which a row is set aside.", check=positive)
-    agentic_reasoning_parser: str | None = option(
-        None, "Reasoning parser by its SGLang name.", metavar="NAME"
-    )
-    agentic_tool_call_parser: str | None = option(
-        None, "Tool-call parser by its SGLang name.", metavar="NAME"
-    )
+    agentic_reasoning_parser: str | None = option(None, "Reasoning parser by its SGLang name.", metavar="NAME")
+    agentic_tool_call_parser: str | None = option(None, "Tool-call parser by its SGLang name.", metavar="NAME")
     agentic_unechoed_reasoning: str = option(
         "restore", "What an assistant message without its reasoning means.", choices=("restore", "fork")
     )
-    dedup_shared_turns: bool = option(
-        False, "Train a response shared by several exported contexts once, in the first."
-    )
+    dedup_shared_turns: bool = option(False, "Train a response shared by several exported contexts once, in the first.")
     custom_generate_function_path: str | None = option(
         None, "Accepted with a warning; agentic rollout ignores it.", metavar="PATH"
     )
-    deterministic: bool = option(
-        False, "Same seed, same rewards: fixed widths, derived seeds, training in row order."
-    )
+    deterministic: bool = option(False, "Same seed, same rewards: fixed widths, derived seeds, training in row order.")
 
     @property
     def n_work_groups(self) -> int:
@@ -156,12 +144,8 @@ class EvalConfig:
     eval_max_context_len: int | None = option(
         None, "Limit of a conversation in eval; default: the rollout's.", unit="tokens", check=positive
     )
-    eval_input_key: str | None = option(
-        None, "Row key of the prompt in eval; default: --input-key.", metavar="KEY"
-    )
-    eval_label_key: str | None = option(
-        None, "Row key of the label in eval; default: --label-key.", metavar="KEY"
-    )
+    eval_input_key: str | None = option(None, "Row key of the prompt in eval; default: --input-key.", metavar="KEY")
+    eval_label_key: str | None = option(None, "Row key of the label in eval; default: --label-key.", metavar="KEY")
     agentic_eval_concurrency: int | None = option(
         None,
         "Resident eval Groups; default: ceil(T / samples per eval prompt).",
@@ -177,12 +161,8 @@ class BackendConfig:
     hf_checkpoint: str | None = option(
         None, "Hugging Face checkpoint directory, or `demo` for the built-in model.", metavar="DIR"
     )
-    embedded_max_batch: int = option(
-        64, "Attempts that decode together in the embedded engine.", check=positive
-    )
-    embedded_dtype: str = option(
-        "float32", "Weights of the embedded engine.", choices=("float32", "bfloat16")
-    )
+    embedded_max_batch: int = option(64, "Attempts that decode together in the embedded engine.", check=positive)
+    embedded_dtype: str = option("float32", "Weights of the embedded engine.", choices=("float32", "bfloat16"))
     embedded_threads: int | None = option(None, "Torch threads; default: one per core.", check=positive)
 
 
@@ -194,9 +174,7 @@ class RewardConfig:
     reward_key: str | None = option(None, "Key of the primary reward in a reward object.", metavar="KEY")
     rm_timeout: float = option(600.0, "Time limit of one reward hook call.", unit="s", check=positive)
     advantage_estimator: str = option("grpo", "How rewards become credit.", choices=("grpo",))
-    grpo_std_normalization: bool = option(
-        True, "Divide the centred reward by the Group's standard deviation."
-    )
+    grpo_std_normalization: bool = option(True, "Divide the centred reward by the Group's standard deviation.")
 
 
 @frozen(kw_only=True)
@@ -214,9 +192,7 @@ class TrainConfig:
     adam_eps: float = option(1e-8, "AdamW epsilon.")
     clip_grad: float = option(1.0, "Largest gradient norm; 0 turns clipping off.", check=not_negative)
     eps_clip: float = option(0.2, "Policy ratio clip, lower side.", check=positive)
-    eps_clip_high: float | None = option(
-        None, "Policy ratio clip, upper side; default: --eps-clip.", check=positive
-    )
+    eps_clip_high: float | None = option(None, "Policy ratio clip, upper side; default: --eps-clip.", check=positive)
     global_batch_size: int | None = option(
         None,
         "Samples per optimizer step; default: all samples of a rollout step.",
@@ -237,9 +213,7 @@ class TrainConfig:
 class ServerConfig:
     """The model API server."""
 
-    host: str = option(
-        "127.0.0.1", "Address to listen on.", why="agents run here; the API has no other protection"
-    )
+    host: str = option("127.0.0.1", "Address to listen on.", why="agents run here; the API has no other protection")
     port: int = option(0, "Port to listen on; 0 takes a free one.", check=not_negative)
     max_request_bytes: int = option(64 * 1024 * 1024, "Largest request body.", unit="bytes", check=positive)
     agentic_retry_grace: float = option(

@@ -33,9 +33,7 @@ def canonical_json(value: JsonValue) -> str:
       ValueError: NaN or infinity inside.
       TypeError: something that is no JSON value inside.
     """
-    return json.dumps(
-        _canonical(value), ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
+    return json.dumps(_canonical(value), ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _canonical(value: JsonValue) -> JsonValue:

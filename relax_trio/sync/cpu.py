@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Protocol, TypeVar, TypeVarTuple
 
 import trio
 
@@ -14,7 +14,7 @@ Ts = TypeVarTuple("Ts")
 class CpuPool(Protocol):
     """Runs blocking functions off the event loop."""
 
-    async def run(self, fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> T:
+    async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run `fn(*args)` and return what it returns.
 
         Cancellation: waits for the call to end (a thread can't be interrupted), then raises Cancelled.
@@ -28,7 +28,7 @@ class ThreadCpuPool:
     def __init__(self, n_threads: int) -> None:
         self._limiter = trio.CapacityLimiter(n_threads)
 
-    async def run(self, fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> T:
+    async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         """See `CpuPool.run`."""
         return await trio.to_thread.run_sync(fn, *args, limiter=self._limiter)
 
@@ -36,7 +36,7 @@ class ThreadCpuPool:
 class InlineCpuPool:
     """`CpuPool` for tests on the virtual clock: calls in place after a checkpoint."""
 
-    async def run(self, fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]) -> T:
+    async def run(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
         """See `CpuPool.run`."""
         await trio.lowlevel.checkpoint()
         return fn(*args)
