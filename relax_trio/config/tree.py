@@ -1,8 +1,8 @@
 """The configuration as one frozen tree, built once and passed explicitly.
 
 Each section is a frozen attrs class; each field is one flag (`field_name` → `--field-name`) and one YAML key. Derived
-numbers are properties with their formula. Not covered: parsing (parse.py), files (yaml_file.py), the rules that need the
-file system or several sections (check.py).
+numbers are properties with their formula. Not covered: parsing (parse.py), files (yaml_file.py), the rules that need
+the file system or several sections (check.py).
 """
 
 from __future__ import annotations

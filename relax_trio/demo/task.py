@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from relax_trio.demo.recipe import WarmStartRecipe
+from relax_trio.demo.recipe import DemoRecipe, WarmStartRecipe
+from relax_trio.errors import ConfigError
 
 SYSTEM_PROMPT = "Work out the result with the tool, one operation per call. End with: Answer: N"
 
@@ -36,22 +38,25 @@ TOOLS = [
     }
 ]
 
-HELD_OUT_PARTS = 8
+MAX_ROWS = 4000
+"""Rows one data set may have: far fewer than there are distinct questions, so that drawing without repetition ends."""
+
+_HELD_OUT_ONE_IN = 8
+_SMALLEST, _LARGEST = 10, 99
+
+Demonstration = list[tuple[str | None, str]]
+"""(observation, response) for each turn; observation None is the question itself, else a tool result."""
 
 
 @frozen
 class Question:
-    """`a op b`, or `(a op b) op2 c` when `op2` is given."""
+    """`a op b`, or `(a op b) op2 c` if `op2` is given. No intermediate result is negative."""
 
     a: int
     op: str
     b: int
     op2: str | None = None
     c: int = 0
-
-    @property
-    def n_operations(self) -> int:
-        return 1 if self.op2 is None else 2
 
     @property
     def text(self) -> str:
@@ -69,53 +74,107 @@ class Question:
 
     @property
     def held_out(self) -> bool:
-        """True for the part of all questions that is kept for evaluation: decided by the text alone."""
-        return zlib.crc32(self.text.encode()) % HELD_OUT_PARTS == 0
+        """Whether this question is kept for evaluation: decided by its text alone, one in eight."""
+        return zlib.crc32(self.text.encode()) % _HELD_OUT_ONE_IN == 0
 
 
 def calculate(a: int, op: str, b: int) -> int:
-    if op == "+":
-        return a + b
-    if op == "-":
-        return a - b
-    return a * b
+    """The tool: "+", "-" or "*" on two integers."""
+    return {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
-def draw_question(rng: random.Random, n_operations: int) -> Question:
+def draw_question(rng: random.Random, *, n_operations: int, held_out: bool) -> Question:
+    """Draw a question of 1 or 2 operations from the held-out or the training part."""
+    while True:
+        question = _draw(rng, n_operations)
+        if question.held_out == held_out:
+            return question
+
+
+def _draw(rng: random.Random, n_operations: int) -> Question:
+    a, b, c = (rng.randint(_SMALLEST, _LARGEST) for _ in range(3))
     op = rng.choice("+-*")
-    a, b = rng.randint(10, 99), rng.randint(10, 99)
-    if op == "-" and a < b:
-        a, b = b, a
+    if op == "-":
+        a, b = max(a, b), min(a, b)
     if n_operations == 1:
         return Question(a, op, b)
     first = calculate(a, op, b)
-    op2 = rng.choice("+-") if op == "*" else rng.choice("+-*")
-    c = rng.randint(10, 99)
-    if op2 == "-" and first < c:
-        op2 = "+"
-    return Question(a, op, b, op2, c)
+    allowed = "+"
+    if first >= c:
+        allowed += "-"
+    if op != "*":
+        allowed += "*"  # a product of three numbers would be too long to copy for so small a model
+    return Question(a, op, b, rng.choice(allowed), c)
+
+
+def write_dataset(path: Path, *, n_rows: int, seed: int, held_out: bool) -> None:
+    """Write distinct questions as JSON Lines rows {"messages", "label", "metadata": {"answer", "n_operations"}}.
+
+    Training and held-out files never share a question, whatever their seeds. The share of one-operation questions
+    is exact, so that two files of one size are equally hard. ConfigError if `n_rows` is over `MAX_ROWS`.
+    """
+    if not 0 < n_rows <= MAX_ROWS:
+        raise ConfigError(f"The demo's data set {path} can have 1 to {MAX_ROWS} rows, not {n_rows}.")
+    rng = random.Random(seed)
+    n_single = round(n_rows * DemoRecipe().one_operation_share)
+    questions: dict[str, Question] = {}
+    while len(questions) < n_rows:
+        question = draw_question(rng, n_operations=1 if len(questions) < n_single else 2, held_out=held_out)
+        questions[question.text] = question
+    ordered = list(questions.values())
+    rng.shuffle(ordered)
+    with path.open("w", encoding="utf-8") as file:
+        for question in ordered:
+            file.write(json.dumps(_row(question)) + "\n")
+
+
+def _row(question: Question) -> dict[str, object]:
+    answer = str(question.answer)
+    return {
+        "messages": [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": question.text},
+        ],
+        "label": answer,
+        "metadata": {"answer": answer, "n_operations": 1 if question.op2 is None else 2},
+    }
 
 
 def call_text(a: int, op: str, b: int) -> str:
+    """A tool call as the model writes it."""
     arguments = json.dumps({"a": a, "op": op, "b": b})
     return f'<tool_call>\n{{"name": "calculate", "arguments": {arguments}}}\n</tool_call>'
 
 
 def answer_text(value: int) -> str:
+    """The last turn as the model writes it."""
     return f"Answer: {value}"
 
 
-def demonstration(q: Question, rng: random.Random, r: WarmStartRecipe) -> list[tuple[str, str]]:
-    """Make one demonstration: (observation, response) pairs, observation "" for the question itself."""
-    if rng.random() < r.guess_share:
-        return [("", answer_text(q.b if q.op2 is None else q.c))]
-    turns = [("", call_text(q.a, q.op, q.b))]
-    last = q.first_result
-    if q.op2 is not None:
-        mode = rng.random()
-        if mode >= r.stop_share:
-            left = q.b if mode < r.stop_share + r.forget_share else last
-            turns.append((str(last), call_text(left, q.op2, q.c)))
-            last = calculate(left, q.op2, q.c)
-    turns.append((str(last), answer_text(last)))
+def demonstration(question: Question, rng: random.Random, numbers: WarmStartRecipe) -> Demonstration:
+    """Show one way to treat `question`: careful or careless, in the shares of `numbers`.
+
+    Every behaviour copies numbers that are in the context, the careless ones too: so all of them teach the skill
+    that the careful one needs, and only the preference is left for reinforcement.
+    """
+    last_number = question.b if question.op2 is None else question.c
+    if rng.random() < numbers.guess_share:
+        return [(None, answer_text(last_number))]
+    turns: Demonstration = [(None, call_text(question.a, question.op, question.b))]
+    result = question.first_result
+    mode = rng.random()
+    if question.op2 is not None and mode >= numbers.stop_share:
+        left = question.b if mode < numbers.stop_share + numbers.forget_share else result
+        turns.append((str(result), call_text(left, question.op2, question.c)))
+        result = calculate(left, question.op2, question.c)
+    turns.append((str(result), answer_text(result)))
     return turns
+
+
+def typical_conversations(count: int) -> Iterator[tuple[str, Demonstration]]:
+    """Careful conversations for the tokenizer to learn its pieces from: (question, turns)."""
+    rng = random.Random(0)
+    careful = evolve(WarmStartRecipe(), guess_share=0.1, stop_share=0.0, forget_share=0.0)
+    for index in range(count):
+        question = draw_question(rng, n_operations=1 + index % 2, held_out=False)
+        yield question.text, demonstration(question, rng, careful)

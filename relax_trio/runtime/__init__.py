@@ -1,0 +1,1 @@
+"""The nursery tree: engine, work, Groups, places, Sessions, requests, attempts."""

@@ -1,0 +1,1 @@
+"""From Samples to new weights: packing, loss, optimizer, checkpoints."""

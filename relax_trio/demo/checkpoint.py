@@ -1,0 +1,89 @@
+"""The demo checkpoint on disk: built once, then found in the cache. Owns the cache's place, name and atomicity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from attrs import asdict
+
+from relax_trio.demo.recipe import DemoRecipe
+from relax_trio.demo.task import SYSTEM_PROMPT, TOOLS
+from relax_trio.demo.tokenizer import chat_template, train_tokenizer
+from relax_trio.demo.warm_start import Progress, warm_start
+from relax_trio.errors import ConfigError, boundary
+
+_REQUIRED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+
+
+def fingerprint(recipe: DemoRecipe) -> str:
+    """Name of the checkpoint that `recipe` makes: 16 hex digits over all that its weights depend on."""
+    source = {
+        "version": recipe.version,
+        "one_operation_share": recipe.one_operation_share,
+        "warm_start": asdict(recipe.warm_start),
+        "system_prompt": SYSTEM_PROMPT,
+        "tools": TOOLS,
+        "chat_template": chat_template(),
+    }
+    return hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/relax_trio`, or `~/.cache/relax_trio` where that is unset or relative."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "relax_trio"
+
+
+def ensure_demo_checkpoint(
+    *, cache_dir: Path | None = None, recipe: DemoRecipe | None = None, progress: Progress | None = None
+) -> Path:
+    """Return the directory of the demo checkpoint, building it on first use.
+
+    Blocks for some twenty seconds of two cores when it builds; call it in a worker thread. `progress` is called
+    after each training step, not at all for a cached checkpoint; an exception it raises ends the build, and
+    nothing is left on disk. Builders that run at once don't disturb each other: the first to finish wins.
+    ConfigError if the cache can't be written or holds a damaged checkpoint.
+    """
+    recipe = recipe or DemoRecipe()
+    root = cache_dir or default_cache_dir()
+    final = root / f"demo-{fingerprint(recipe)}"
+    with boundary(ConfigError, f"Cannot keep the demo checkpoint {final}", OSError):
+        if final.exists():
+            _check_complete(final)
+            return final
+        root.mkdir(parents=True, exist_ok=True)  # before the training, whose result would be lost otherwise
+        tokenizer = train_tokenizer(recipe.warm_start.vocab_len)
+        model = warm_start(tokenizer, recipe, progress)
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
+        try:
+            model.save_pretrained(building)
+            tokenizer.to_transformers().save_pretrained(building)
+            building.chmod(0o755)
+            _publish(building, final)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return final
+
+
+def _publish(building: Path, final: Path) -> None:
+    try:
+        building.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        _check_complete(final)
+
+
+def _check_complete(final: Path) -> None:
+    missing = [name for name in _REQUIRED_FILES if not (final / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"The cached demo checkpoint {final} lacks {', '.join(missing)}; remove the directory to build it anew."
+        )

@@ -1,0 +1,199 @@
+"""The supervised phase that turns random weights into a policy that can form turns.
+
+Owns the model's shape, the optimizer of this phase and its loop. It doesn't own the demonstrations
+(`task.demonstration`), nor reinforcement: that is the ordinary pipeline's work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from relax_trio.demo.recipe import DemoRecipe, WarmStartRecipe
+from relax_trio.demo.task import demonstration, draw_question
+from relax_trio.demo.tokenizer import END_OF_TURN, DemoTokenizer, first_prompt_text, tool_result_text
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
+Progress = Callable[[int, int, float], None]
+"""Called after each optimizer step with (steps done, steps in all, loss in nats per trained token)."""
+
+
+@frozen
+class Row:
+    """One tokenized demonstration; both tuples have the same length, `trained` is True on response tokens."""
+
+    token_ids: Sequence[int]
+    trained: Sequence[bool]
+
+
+def warm_start(
+    tokenizer: DemoTokenizer, recipe: DemoRecipe, progress: Progress | None = None
+) -> Qwen3ForCausalLM:
+    """Make the demo model and train it on demonstrations.
+
+    Blocks for about `recipe.warm_start.n_steps` × 0.1 s; call it in a worker thread. An exception that
+    `progress` raises ends the training and passes through. The same recipe gives the same weights on the same
+    machine. Global random state and thread settings are as before on return.
+    """
+    numbers = recipe.warm_start
+    with _isolated_torch(numbers.seed, numbers.n_threads):
+        model = build_model(len(tokenizer), tokenizer, numbers)
+        rows = demonstration_rows(tokenizer, recipe)
+        _train(model, rows, numbers, progress)
+    return model.eval()
+
+
+def build_model(vocab_len: int, tokenizer: DemoTokenizer, numbers: WarmStartRecipe) -> Qwen3ForCausalLM:
+    """Make the untrained model, float32 on the CPU, from torch's current global random state."""
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    end, pad = tokenizer.token_id(END_OF_TURN), tokenizer.pad_id
+    config = Qwen3Config(
+        vocab_size=vocab_len,
+        hidden_size=numbers.hidden_len,
+        num_hidden_layers=numbers.n_layers,
+        num_attention_heads=numbers.n_heads,
+        num_key_value_heads=numbers.n_kv_heads,
+        head_dim=numbers.head_len,
+        intermediate_size=numbers.intermediate_len,
+        max_position_embeddings=numbers.max_position_len,
+        rope_parameters={"rope_type": "default", "rope_theta": numbers.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=end, pad_token_id=pad, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
+    )
+    return model
+
+
+def demonstration_rows(tokenizer: DemoTokenizer, recipe: DemoRecipe) -> list[Row]:
+    """Tokenize `n_steps` × `batch_len` demonstrations, drawn from the training part of the questions."""
+    numbers = recipe.warm_start
+    rng = random.Random(numbers.seed)
+    pieces: list[str] = []
+    owners: list[tuple[int, bool]] = []
+    n_rows = numbers.n_steps * numbers.batch_len
+    for row in range(n_rows):
+        n_operations = 1 if rng.random() < recipe.one_operation_share else 2
+        question = draw_question(rng, n_operations=n_operations, held_out=False)
+        for observation, response in demonstration(question, rng, numbers):
+            pieces.append(first_prompt_text(question.text) if observation is None else tool_result_text(observation))
+            pieces.append(response + END_OF_TURN)
+            owners += [(row, False), (row, True)]
+    ids: list[list[int]] = [[] for _ in range(n_rows)]
+    trained: list[list[bool]] = [[] for _ in range(n_rows)]
+    for (row, is_response), piece_ids in zip(owners, tokenizer.encode_many(pieces), strict=True):
+        ids[row].extend(piece_ids)
+        trained[row].extend([is_response] * len(piece_ids))
+    return [Row(token_ids, mask) for token_ids, mask in zip(ids, trained, strict=True)]
+
+
+def _train(model: Qwen3ForCausalLM, rows: list[Row], numbers: WarmStartRecipe, progress: Progress | None) -> None:
+    model.train()
+    optimizers = _optimizers(model, numbers)
+    for step in range(numbers.n_steps):
+        batch = rows[step * numbers.batch_len : (step + 1) * numbers.batch_len]
+        token_ids, trained = _pad(batch)
+        hidden = model.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
+        targets = token_ids[:, 1:][trained[:, 1:]]
+        loss = nn.functional.cross_entropy(model.lm_head(hidden[trained[:, 1:]]), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), numbers.clip_grad)
+        scale = _lr_scale(step, numbers)
+        for optimizer, base_lr in optimizers:
+            optimizer.param_groups[0]["lr"] = base_lr * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if progress is not None:
+            progress(step + 1, numbers.n_steps, loss.item())
+
+
+def _pad(batch: list[Row]) -> tuple[Tensor, Tensor]:
+    """Right-pad rows: (token ids int64, trained bool), both (rows, longest row)."""
+    width = max(len(row.token_ids) for row in batch)
+    token_ids = torch.zeros(len(batch), width, dtype=torch.long)
+    trained = torch.zeros(len(batch), width, dtype=torch.bool)
+    for index, row in enumerate(batch):
+        token_ids[index, : len(row.token_ids)] = torch.tensor(row.token_ids)
+        trained[index, : len(row.trained)] = torch.tensor(row.trained)
+    return token_ids, trained
+
+
+def _lr_scale(step: int, numbers: WarmStartRecipe) -> float:
+    """Linear rise over `n_warmup_steps`, then flat, then linear fall over the last `decay_share` of the steps."""
+    rise = (step + 1) / numbers.n_warmup_steps
+    fall = (numbers.n_steps - step) / (numbers.decay_share * numbers.n_steps)
+    return min(1.0, rise, fall)
+
+
+def _optimizers(model: nn.Module, numbers: WarmStartRecipe) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the layers' matrices, AdamW for embedding and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    adam = torch.optim.AdamW(rest, lr=numbers.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    return [(Muon(matrices, lr=numbers.matrix_lr), numbers.matrix_lr), (adam, numbers.lr)]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is replaced by the nearest semi-orthogonal matrix.
+
+    A small model learns to copy numbers in about a third of the steps that AdamW needs, and this phase is all
+    copying. Written here because torch has it only since 2.9.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                shapes.setdefault(p.shape, []).append(p)
+            for shape, params in shapes.items():
+                updates = []
+                for p in params:
+                    buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    buffer.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(torch.lerp(p.grad, buffer, group["momentum"]))
+                # The factor gives the update the root mean square an Adam update has, so rates are comparable.
+                step_len = group["lr"] * 0.2 * max(shape) ** 0.5
+                for p, update in zip(params, orthogonalized(torch.stack(updates)), strict=True):
+                    p.add_(update, alpha=-step_len)
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Push every singular value of (n, rows, columns) matrices towards 1 by five Newton–Schulz iterations."""
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = matrices if wide else matrices.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+@contextmanager
+def _isolated_torch(seed: int, n_threads: int) -> Iterator[None]:
+    """Seed torch and set its thread count for the block only."""
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(n_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,120 @@
+"""The handle of one accepted model request, shared by its front half (HTTP) and its back half (Session)."""
+
+from __future__ import annotations
+
+import math
+
+import outcome
+import trio
+from attrs import define, field
+
+from relax_trio.data.json import JsonObject
+from relax_trio.data.request import CanonicalRequest, Completion
+from relax_trio.errors import ProtocolError
+from relax_trio.forest.node import Node
+from relax_trio.ids import RequestId, Rid
+
+Result = outcome.Value[Completion] | outcome.Error
+
+
+@define(eq=False, kw_only=True)
+class AttemptRecord:
+    """What is remembered of one backend attempt, for views and dumps."""
+
+    rid: Rid
+    started_s: float
+    ended_s: float | None = None
+    finish: str | None = None
+    n_tokens: int = 0
+
+    def to_json(self) -> JsonObject:
+        """Plain form for `/debug_state` and dumps."""
+        return {
+            "rid": self.rid,
+            "seconds": None if self.ended_s is None else self.ended_s - self.started_s,
+            "finish": self.finish,
+            "n_tokens": self.n_tokens,
+        }
+
+
+@define(eq=False, kw_only=True)
+class Call:
+    """One model request from acceptance to its result.
+
+    Attributes:
+      scope: the back half's scope; its deadline is the retry grace of a client that left.
+      done: set exactly once, by `settle`.
+      node: the committed response, None until then.
+      is_delivered: the reply's last byte went out without a disconnect seen.
+      waiting_for: what the back half waits for now, for views: "barrier", "lease", "gate", "permit", "backend".
+    """
+
+    request_id: RequestId
+    request: CanonicalRequest
+    grace_s: float
+    scope: trio.CancelScope = field(factory=trio.CancelScope)
+    done: trio.Event = field(factory=trio.Event)
+    accepted_s: float = field(factory=trio.current_time)
+    settled_s: float | None = None
+    node: Node | None = None
+    is_delivered: bool = False
+    attempts: list[AttemptRecord] = field(factory=list)
+    waiting_for: str = "lease"
+    _result: Result | None = None
+
+    @property
+    def result(self) -> Result | None:
+        """The outcome, None while the call lives."""
+        return self._result
+
+    def settle(self, result: Result) -> None:
+        """Record the outcome and wake whoever waits. Called exactly once, by the Session."""
+        assert self._result is None, f"{self.request_id} was settled twice"
+        self._result = result
+        self.settled_s = trio.current_time()
+        self.done.set()
+
+    async def wait_done(self) -> Completion:
+        """Wait for the committed turn.
+
+        Raises:
+          ProtocolError: the request was refused, failed, or its Session ended.
+
+        Cancellation: safe; the call goes on until `detach` and the grace.
+        """
+        await self.done.wait()
+        assert self._result is not None
+        if isinstance(self._result, outcome.Error):
+            # Several front halves may wait for one call; each raises an error of its own.
+            error = self._result.error
+            assert isinstance(error, ProtocolError)
+            raise error.with_traceback(None)
+        return self._result.value
+
+    def attach(self) -> None:
+        """A front half waits (again): the grace ends, if it has not run out."""
+        self.scope.deadline = math.inf
+
+    def detach(self) -> None:
+        """The client left before the last byte: the work goes on for the grace, then is cancelled."""
+        if not self.done.is_set():
+            self.scope.deadline = trio.current_time() + self.grace_s
+
+    def delivered(self) -> None:
+        """The last byte of the reply went to the transport and no disconnect had been seen."""
+        self.is_delivered = True
+        if self.node is not None:
+            self.node.delivered = True
+
+    def to_json(self) -> JsonObject:
+        """Plain form for `/debug_state` and dumps."""
+        now = trio.current_time()
+        state = "done" if self.done.is_set() else self.waiting_for
+        return {
+            "id": self.request_id,
+            "state": state,
+            "age_s": (self.settled_s if self.settled_s is not None else now) - self.accepted_s,
+            "delivered": self.is_delivered,
+            "node": None if self.node is None else self.node.id,
+            "attempts": [attempt.to_json() for attempt in self.attempts],
+        }

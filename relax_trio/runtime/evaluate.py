@@ -1,0 +1,108 @@
+"""Evaluation of one dataset: every row rolled out `n_samples` times as singleton Groups, scored, never trained on."""
+
+from __future__ import annotations
+
+import trio
+from attrs import define, field, frozen
+
+from relax_trio.data.sample import Sample
+from relax_trio.data.task import TaskInput
+from relax_trio.events import emit
+from relax_trio.ids import group_id
+from relax_trio.reward.reward import RewardScorer
+from relax_trio.runtime.group import Complete, Group
+from relax_trio.runtime.samples import build_samples
+from relax_trio.runtime.shared import Shared, TurnLimits
+from relax_trio.sync.gate import Gate
+
+
+@frozen(kw_only=True)
+class EvalDataset:
+    """One dataset to evaluate on.
+
+    Attributes:
+      n_samples: Sessions per row (G_d).
+      concurrency: resident Groups (C_d), in Groups of `n_samples` Sessions: E_d = C_d * G_d Sessions at once.
+    """
+
+    name: str
+    tasks: tuple[TaskInput, ...]
+    n_samples: int
+    concurrency: int
+
+
+@frozen(kw_only=True)
+class EvalResult:
+    """What an evaluation yields.
+
+    Attributes:
+      samples: of every Session that completed, in order of row and repeat.
+      n_failed: Sessions that failed; they have no reward and are not in `samples`.
+    """
+
+    name: str
+    samples: tuple[Sample, ...]
+    n_failed: int
+    seconds: float
+
+
+@define(eq=False, kw_only=True)
+class Evaluation:
+    """One run over one dataset."""
+
+    dataset: EvalDataset
+    shared: Shared
+    limits: TurnLimits
+    scorer: RewardScorer
+    _results: dict[int, list[Sample]] = field(factory=dict)
+
+    async def run(self) -> EvalResult:
+        """Evaluate every row.
+
+        Raises:
+          RewardError, CreditError: a Session can't be scored.
+
+        Cancellation: every Session is discarded and joined.
+        """
+        started_s = trio.current_time()
+        dataset = self.dataset
+        total = len(dataset.tasks) * dataset.n_samples
+        emit("eval.started", dataset=dataset.name, sessions=total)
+        permits = trio.CapacityLimiter(dataset.concurrency * dataset.n_samples)
+        async with trio.open_nursery() as nursery:
+            for number in range(total):
+                group = self._group(number)
+                await permits.acquire_on_behalf_of(group)
+                nursery.start_soon(self._run_one, group, permits, name=f"eval {dataset.name} {group.id}")
+        samples = [sample for number in sorted(self._results) for sample in self._results[number]]
+        await self.scorer.score(samples)
+        result = EvalResult(
+            name=dataset.name,
+            samples=tuple(samples),
+            n_failed=total - len(self._results),
+            seconds=trio.current_time() - started_s,
+        )
+        emit("eval.completed", dataset=dataset.name, sessions=total, failed=result.n_failed, seconds=result.seconds)
+        return result
+
+    def _group(self, number: int) -> Group:
+        row, repeat = divmod(number, self.dataset.n_samples)
+        return Group(
+            id=group_id(number, evaluation=True),
+            number=number,
+            task=self.dataset.tasks[row],
+            n_places=1,
+            first_sample=repeat,
+            mode="eval",
+            limits=self.limits,
+            shared=self.shared,
+            leases=Gate(),
+        )
+
+    async def _run_one(self, group: Group, permits: trio.CapacityLimiter) -> None:
+        try:
+            outcome = await group.run()
+        finally:
+            permits.release_on_behalf_of(group)
+        if isinstance(outcome, Complete):
+            self._results[group.number] = build_samples(group, outcome, self.shared.codec)

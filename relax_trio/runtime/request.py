@@ -1,0 +1,247 @@
+"""The life of one request, read from top to bottom. Runs in the Session's nursery, never in the HTTP handler."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import define, field
+
+from relax_trio.backend.base import Attempt, AttemptResult, SamplingParams
+from relax_trio.data.messages import Message
+from relax_trio.data.request import CanonicalRequest, Completion, TokenLogprob, Usage
+from relax_trio.data.sample import VersionSpan
+from relax_trio.errors import BackendError, EngineUnavailable, InternalError
+from relax_trio.events import emit
+from relax_trio.forest.forest import Match
+from relax_trio.ids import Rid, StateHash
+from relax_trio.runtime.call import AttemptRecord, Call
+from relax_trio.tokens.limits import turn_budget
+
+if TYPE_CHECKING:
+    from relax_trio.runtime.session import Session
+
+LONG_TEXT_CHARS = 20_000
+"""Encoding or decoding more than this goes to a worker thread: about 5 ms of loop time."""
+
+
+@define(kw_only=True)
+class Turn:
+    """One turn while it grows.
+
+    Attributes:
+      match: the state it continues.
+      observation_ids: tokens of the new messages, empty where the observation is committed already.
+      prefix: lineage and observation, P ids.
+      token_ids, logprobs, versions: what attempts have generated so far.
+      budget: most tokens of the turn.
+      seed: sampling seed of the turn, the same for all its attempts.
+    """
+
+    match: Match
+    observation_ids: array[int]
+    prefix: array[int]
+    budget: int
+    seed: int | None
+    token_ids: array[int] = field(factory=lambda: array("i"))
+    logprobs: array[float] = field(factory=lambda: array("d"))
+    versions: list[VersionSpan] = field(factory=list)
+    cached_len: int = 0
+    stop_string: str | None = None
+
+    def keep(self, result: AttemptResult) -> None:
+        """Append an attempt's tokens; consecutive spans of one version become one."""
+        if not self.token_ids:
+            self.cached_len = result.cached_len
+        self.token_ids.extend(result.token_ids)
+        self.logprobs.extend(result.logprobs)
+        for span in result.versions:
+            if self.versions and self.versions[-1].version == span.version:
+                span = VersionSpan(version=span.version, n_tokens=self.versions.pop().n_tokens + span.n_tokens)
+            self.versions.append(span)
+        self.stop_string = result.stop_string
+
+
+async def run_request(call: Call, session: Session) -> Completion:
+    """Serve one request to its committed turn.
+
+    Raises:
+      ProtocolError: refused (400) or failed (500, 503); the forest is unchanged.
+
+    Cancellation: the attempt in flight is aborted, nothing is committed.
+    """
+    shared = session.shared
+    turn = await _begin(call.request, session)
+    call.waiting_for = "lease"
+    await session.lease.wait()
+    finish = None
+    while finish is None:
+        call.waiting_for = "gate"
+        await shared.generation.wait_open()
+        call.waiting_for = "permit"
+        async with shared.attempt_permits:
+            call.waiting_for = "backend"
+            result = await _attempt(call, session, turn)
+        turn.keep(result)
+        finish = _finish(turn, result, shared.codec.stop_token_ids)
+    call.waiting_for = "commit"
+    return await _commit(call, session, turn, stopped=finish == "stop")
+
+
+async def _begin(request: CanonicalRequest, session: Session) -> Turn:
+    """Match the parent state and encode what is new."""
+    shared = session.shared
+    match = session.forest.match(request.messages, request.tools, request.chat_template_kwargs)
+    if match.observation is not None:
+        observation_ids = array("i")
+        prefix = session.forest.tokens(match.observation)
+    else:
+        observation_ids = await _encode(request, match, session)
+        prefix = session.forest.tokens(match.parent)
+        prefix.extend(observation_ids)
+    limits = session.limits
+    budget = turn_budget(
+        n_prompt=len(prefix),
+        max_context_len=min(limits.max_context_len, shared.backend.max_context_len),
+        turn_limit=limits.max_response_len,
+        request_max=request.max_tokens,
+    )
+    seed = _seed(request, session, match.state)
+    return Turn(match=match, observation_ids=observation_ids, prefix=prefix, budget=budget, seed=seed)
+
+
+async def _encode(request: CanonicalRequest, match: Match, session: Session) -> array[int]:
+    codec = session.shared.codec
+    tools, kwargs = request.tools, request.chat_template_kwargs
+
+    def encode() -> array[int]:
+        if match.parent.kind != "response":
+            return codec.encode_opening(match.new_messages, tools, kwargs)
+        last = match.parent
+        return codec.encode_observation(
+            match.new_messages,
+            tools,
+            kwargs,
+            after_stop=last.token_ids[-1] in codec.stop_token_ids if last.token_ids else False,
+            after_tool_calls=bool(last.messages[-1].tool_calls),
+        )
+
+    if text_len(match.new_messages) > LONG_TEXT_CHARS:
+        return await session.shared.cpu.run(encode)
+    return encode()
+
+
+async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
+    """Run one backend attempt for what is left of the turn."""
+    shared, limits = session.shared, session.limits
+    rid = Rid(f"{session.name}.{call.request_id}.{len(call.attempts) + 1}")
+    record = AttemptRecord(rid=rid, started_s=trio.current_time())
+    call.attempts.append(record)
+    attempt = Attempt(
+        rid=rid,
+        token_ids=turn.prefix + turn.token_ids,
+        sampling=SamplingParams(
+            temperature=limits.temperature,
+            top_p=limits.top_p,
+            top_k=limits.top_k,
+            max_new_tokens=turn.budget - len(turn.token_ids),
+            stop=(*limits.stop, *call.request.stop),
+            stop_token_ids=(*shared.codec.stop_token_ids, *limits.stop_token_ids),
+            seed=turn.seed,
+        ),
+        session_key=session.name,
+        response_start=len(turn.prefix),
+    )
+    try:
+        result = await shared.backend.generate(attempt)
+    except BackendError as exc:
+        record.finish = "failed"
+        emit("attempt.failed", rid=rid, error=str(exc), retryable=exc.retryable)
+        if not exc.retryable:
+            raise InternalError(f"the engine refused request {call.request_id} of {session.place}: {exc}") from exc
+        session.fail(exc)
+        raise EngineUnavailable(f"the engine failed while it served {session.place}: {exc}") from exc
+    finally:
+        record.ended_s = trio.current_time()
+    record.finish, record.n_tokens = result.finish, len(result.token_ids)
+    return result
+
+
+def _finish(turn: Turn, result: AttemptResult, stop_token_ids: tuple[int, ...]) -> str | None:
+    """Why the turn is finished, or None when an aborted attempt has to go round again.
+
+    An attempt aborted when the limit was just reached, or whose last token ends the turn, is complete.
+    """
+    if result.finish != "abort":
+        return result.finish
+    if turn.token_ids and turn.token_ids[-1] in stop_token_ids:
+        return "stop"
+    return "length" if len(turn.token_ids) >= turn.budget else None
+
+
+async def _commit(call: Call, session: Session, turn: Turn, *, stopped: bool) -> Completion:
+    """Parse the turn, commit it without a checkpoint in between, and make the completion."""
+    request, codec = call.request, session.shared.codec
+    parsed = codec.read_turn(
+        turn.token_ids, stopped=stopped, tools=request.tools, state=turn.match.state, stop_string=turn.stop_string
+    )
+    node = session.forest.commit(
+        turn.match,
+        turn.observation_ids,
+        message=parsed.message,
+        token_ids=turn.token_ids,
+        logprobs=turn.logprobs,
+        versions=tuple(turn.versions),
+        finish=parsed.finish,
+        stop_string=turn.stop_string,
+    )
+    call.node = node
+    for flag in parsed.flags:
+        emit("turn.flagged", place=session.place, request=call.request_id, flag=flag)
+    if request.tool_choice not in ("auto", "none") and parsed.finish != "tool_calls":
+        emit("turn.flagged", place=session.place, request=call.request_id, flag="tool_choice_not_met")
+    return Completion(
+        request_id=call.request_id,
+        node_id=node.id,
+        message=node.messages[-1],
+        finish=parsed.finish,
+        stop_sequence=turn.stop_string,
+        usage=Usage(
+            prompt_tokens=len(turn.prefix), completion_tokens=len(turn.token_ids), cached_tokens=turn.cached_len
+        ),
+        logprobs=_logprobs(session, turn) if request.logprobs else None,
+        created_unix=int(time.time()),
+    )
+
+
+def _logprobs(session: Session, turn: Turn) -> tuple[TokenLogprob, ...]:
+    codec = session.shared.codec
+    return tuple(
+        TokenLogprob(token=codec.token_text(token_id), token_id=token_id, logprob=logprob)
+        for token_id, logprob in zip(turn.token_ids, turn.logprobs, strict=True)
+    )
+
+
+def _seed(request: CanonicalRequest, session: Session, state: StateHash) -> int | None:
+    """The turn's sampling seed: the client's, or one derived from (run, mode, row, sample, state, repeat).
+
+    The repeat count makes an unmarked repeat of a body sample afresh.
+    """
+    if request.seed is not None or session.limits.seed is None:
+        return request.seed
+    key = f"{session.limits.seed}/{session.mode}/{session.task.row}/{session.sample}/{session.repeats(state)}"
+    digest = hashlib.sha256(key.encode() + state).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def text_len(messages: tuple[Message, ...]) -> int:
+    """Characters of text in `messages`: decides whether encoding them goes to a worker thread."""
+    total = 0
+    for message in messages:
+        total += len(message.content) if isinstance(message.content, str) else 0
+        total += len(message.reasoning_content or "")
+        total += sum(len(call.arguments) for call in message.tool_calls)
+    return total

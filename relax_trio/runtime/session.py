@@ -1,0 +1,281 @@
+"""One try at a place: a credential, a forest, an active-time budget, and the requests it serves.
+
+The Session owns its requests' tasks in a private nursery. With an agent it also owns the agent process (`run`); without
+one (`relax-trio serve`) it lives for the length of an `open` block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import outcome
+import trio
+from attrs import define, field, frozen
+
+from relax_trio.agent.base import AgentHandle, AgentSpec
+from relax_trio.data.json import JsonObject
+from relax_trio.data.request import CanonicalRequest
+from relax_trio.data.sample import Context
+from relax_trio.data.task import TaskInput
+from relax_trio.errors import (
+    AgentError,
+    AgentTimeout,
+    BackendError,
+    EngineUnavailable,
+    ExportError,
+    InternalError,
+    ProtocolError,
+    SessionDiscarded,
+)
+from relax_trio.events import emit
+from relax_trio.forest.export import export_contexts
+from relax_trio.forest.forest import SessionForest
+from relax_trio.forest.view import forest_json
+from relax_trio.ids import Credential, GroupId, PlaceId, RequestId, StateHash, new_credential
+from relax_trio.runtime.call import Call, Result
+from relax_trio.runtime.request import run_request
+from relax_trio.runtime.shared import Mode, Shared, TurnLimits
+from relax_trio.sync.barrier import PresenceBarrier
+from relax_trio.sync.budget import ActiveBudget
+from relax_trio.sync.cleanup import cleanup_scope
+
+CLOSE_SESSION_S = 2.0
+"""Bound of telling the backend that a Session ended."""
+
+SessionFailure: TypeAlias = AgentError | ExportError | BackendError
+
+
+@frozen(kw_only=True)
+class SessionReport:
+    """What is remembered of an ended Session for metrics and dumps; plain values only."""
+
+    place: PlaceId
+    seconds: float
+    n_requests: int
+    n_attempts: int
+    requests: tuple[JsonObject, ...]
+    state_hashes: tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Completed:
+    """The agent finished and its contexts were exported."""
+
+    contexts: tuple[Context, ...]
+    report: SessionReport
+
+
+@frozen(kw_only=True)
+class Failed:
+    """The Session failed; `error` says why and whose fault it was."""
+
+    place: PlaceId
+    error: SessionFailure
+    report: SessionReport
+
+
+SessionOutcome: TypeAlias = Completed | Failed
+
+
+@define(eq=False, kw_only=True)
+class Session:
+    """One Session.
+
+    Attributes:
+      place: public name; `name` adds the try, unique in the run.
+      index: position in the Group, from 0.
+      sample: sample number of the row, for derived seeds.
+      lease: set once the Group is leased to Runtime.
+      barrier: where live requests are counted, None outside a Group.
+    """
+
+    place: PlaceId
+    group: GroupId
+    index: int
+    sample: int = 0
+    mode: Mode
+    task: TaskInput
+    limits: TurnLimits
+    shared: Shared
+    lease: trio.Event
+    barrier: PresenceBarrier | None = None
+    n_try: int = 0
+    credential: Credential = field(factory=new_credential, repr=False)
+    forest: SessionForest = field(init=False)
+    budget: ActiveBudget = field(init=False)
+    calls: list[Call] = field(factory=list)
+    _failure: BackendError | None = None
+    _started_s: float = field(factory=trio.current_time)
+    _repeats: Counter[StateHash] = field(factory=Counter)
+    _nursery: trio.Nursery = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.forest = SessionForest(unechoed_reasoning=self.shared.unechoed_reasoning)
+        self.budget = ActiveBudget(self.shared.agent_timeout_s)
+
+    @property
+    def name(self) -> str:
+        """Place and try: the Session's public key on the backend and in rids."""
+        return f"{self.place}-{self.n_try}"
+
+    # --- owned by the place ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Serve requests for the length of the block; on leaving, discard those that are left."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                with self.shared.sessions.listed(self):
+                    yield
+                self._nursery.cancel_scope.cancel(reason=f"session {self.name} ended")
+        finally:
+            with cleanup_scope(CLOSE_SESSION_S, f"cache of session {self.name}"):
+                await self.shared.backend.close_session(self.name)
+
+    async def run(self) -> SessionOutcome:
+        """Run the agent and export what it selected.
+
+        Cancellation: discards the Session: the agent's process tree is ended, its requests are cancelled.
+        """
+        result: SessionOutcome | None = None
+        async with self.open():
+            result = await self._run_agent()
+        if self._failure is not None:
+            return Failed(place=self.place, error=self._failure, report=self.report())
+        assert result is not None, "a Session ends by its agent or by its own failure"
+        return result
+
+    async def _run_agent(self) -> SessionOutcome:
+        spec = AgentSpec(
+            place=self.place,
+            group=self.group,
+            credential=self.credential,
+            base_url=self.shared.base_url,
+            mode=self.mode,
+            task=self.task,
+        )
+        try:
+            async with self.shared.launcher.open(spec) as agent:
+                emit("session.started", place=self.place, n_try=self.n_try, pid=agent.pid)
+                contexts = await self._supervise(agent)
+        except (AgentError, ExportError) as exc:
+            emit("session.failed", place=self.place, n_try=self.n_try, error=f"{type(exc).__name__}: {exc}")
+            return Failed(place=self.place, error=exc, report=self.report())
+        emit("session.completed", place=self.place, n_contexts=len(contexts), n_requests=len(self.calls))
+        return Completed(contexts=contexts, report=self.report())
+
+    async def _supervise(self, agent: AgentHandle) -> tuple[Context, ...]:
+        """Wait for the agent within its budget, read its output, export."""
+        try:
+            if self.lease.is_set():
+                self.budget.resume()
+            with self.budget.scope:
+                await agent.wait()
+            self.budget.pause()
+            if self.budget.is_spent:
+                raise AgentTimeout(
+                    f"session {self.place}: the agent spent its {self.shared.agent_timeout_s:g} s of active time "
+                    "(--agent-timeout)",
+                    tail=agent.log_tail(),
+                )
+            output = await agent.read_output()
+            return export_contexts(self.forest, output, dedup_shared_turns=self.shared.dedup_shared_turns)
+        except (AgentError, ExportError):
+            agent.mark_failed()
+            raise
+        except trio.Cancelled:
+            if self._failure is not None:
+                agent.mark_failed()
+            raise
+
+    # --- called by front halves and by requests ---------------------------------------------------------------
+
+    def submit(self, request: CanonicalRequest) -> Call:
+        """Accept a model request; its work starts in this Session's nursery.
+
+        A marked retry joins the call of the same body that is in flight, or whose reply was never delivered.
+
+        Raises:
+          EngineUnavailable: the run is shutting down.
+        """
+        if self.shared.sessions.closing:
+            raise EngineUnavailable("the run is shutting down")
+        if request.retry and (twin := self._undelivered(request.digest)) is not None:
+            twin.attach()
+            emit("request.joined", place=self.place, request=twin.request_id)
+            return twin
+        call = Call(request_id=RequestId(f"r{len(self.calls) + 1}"), request=request, grace_s=self.shared.retry_grace_s)
+        self.calls.append(call)
+        if self.barrier is not None:
+            self.barrier.arrive(self.index)
+        self._nursery.start_soon(self._serve, call, name=f"request {self.name}.{call.request_id}")
+        return call
+
+    def fail(self, error: BackendError) -> None:
+        """The engine failed this Session: discard it; its place may try again."""
+        if self._failure is None:
+            self._failure = error
+            self._nursery.cancel_scope.cancel(reason=f"session {self.name}: {type(error).__name__}")
+
+    def repeats(self, state: StateHash) -> int:
+        """How many turns from `state` were begun before this one; counts this one."""
+        self._repeats[state] += 1
+        return self._repeats[state] - 1
+
+    async def _serve(self, call: Call) -> None:
+        """The back half: run the request inside its call's scope and settle it exactly once."""
+        result: Result = outcome.Error(
+            SessionDiscarded(f"request {call.request_id} was discarded: its Session {self.place} ended")
+        )
+        try:
+            with call.scope:
+                result = outcome.Value(await run_request(call, self))
+            if call.scope.cancelled_caught:
+                result = outcome.Error(InternalError(f"request {call.request_id}: its client left and did not return"))
+        except ProtocolError as exc:
+            result = outcome.Error(exc)
+        finally:
+            if self.barrier is not None:
+                self.barrier.withdraw(self.index)
+            call.settle(result)
+
+    def _undelivered(self, digest: bytes) -> Call | None:
+        """The newest call of this body that is in flight, or done well and never received."""
+        for call in reversed(self.calls):
+            if call.request.digest != digest:
+                continue
+            if call.done.is_set() and (call.is_delivered or call.node is None or call.node.delivered):
+                return None
+            return None if call.scope.cancel_called else call
+        return None
+
+    # --- evidence ---------------------------------------------------------------------------------------------
+
+    def report(self) -> SessionReport:
+        """Plain values about the Session so far."""
+        return SessionReport(
+            place=self.place,
+            seconds=trio.current_time() - self._started_s,
+            n_requests=len(self.calls),
+            n_attempts=sum(len(call.attempts) for call in self.calls),
+            requests=tuple(call.to_json() for call in self.calls),
+            state_hashes=tuple(node.state.hex() for node in self.forest.nodes),
+        )
+
+    def debug_state(self, *, forest: bool) -> JsonObject:
+        """State for `/debug_state`: place, age, requests; with `forest`, the recorded nodes."""
+        out: JsonObject = {
+            "place": self.place,
+            "try": self.n_try,
+            "mode": self.mode,
+            "age_s": trio.current_time() - self._started_s,
+            "leased": self.lease.is_set(),
+            "budget_remaining_s": self.budget.remaining_s,
+            "requests": [call.to_json() for call in self.calls],
+        }
+        if forest:
+            out["forest"] = {**forest_json(self.forest), "requests": [call.to_json() for call in self.calls]}
+        return out

@@ -1,0 +1,62 @@
+"""What a trainer offers the rollout loop. Knows Samples and weights: no Sessions, no HTTP, no runtime, no torch import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from relax_trio.backend.base import WeightSource
+from relax_trio.data.json import JsonObject
+from relax_trio.data.sample import Sample
+from relax_trio.ids import WeightVersion
+
+
+class Trainer(Protocol):
+    """Owns the trained weights. One task calls it; its methods never overlap.
+
+    An optimizer phase is the training on one rollout step: one or more optimizer steps, counted as one.
+    """
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """Name of the weights that `weights()` gives: the number of completed optimizer phases, from "0"."""
+        ...
+
+    async def step(self, rollout_id: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Run the optimizer phase of rollout step `rollout_id`.
+
+        Args:
+          rollout_id: number of the rollout step, for messages and events.
+          samples: every row of the step, each with its `advantage`; all contexts of a Session among them.
+
+        Returns:
+          Metrics by their slash-separated names, all finite: at least `train/loss`, `train/grad_norm`, `train/lr`,
+          `train/entropy`, `train/ppo_kl`, `train/pg_clipfrac`, `train/rollout_logprob_abs_diff`, `train/n_tokens`. Means
+          of nothing, when every optimizer step was skipped, are 0.0.
+
+        Raises:
+          TrainError: the rows cannot be trained on; the weights are those from before.
+
+        Cancellation: the weights are those from before the phase or those after it, never between: `weight_version`
+        says which.
+        """
+        ...
+
+    def weights(self) -> WeightSource:
+        """The weights of `weight_version`; later phases don't change what was returned. Never checkpoints."""
+        ...
+
+    async def save(self, directory: Path, state: JsonObject) -> Path:
+        """Write a resumable checkpoint as `directory/step_NNNNNN` (N: completed phases) and return its path.
+
+        Args:
+          directory: where the checkpoints of the run are; made if missing.
+          state: what the caller needs to resume (rollout id, data position, seeds, …).
+
+        Raises:
+          TrainError: it could not be written; earlier checkpoints are untouched.
+
+        Cancellation: before the writing starts nothing is written; after that it is finished first.
+        """
+        ...

@@ -1,0 +1,65 @@
+"""A trainer for tests on the virtual clock: takes the time it is told to, remembers what it was given. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import trio
+from attrs import define, field
+
+from relax_trio.backend.base import WeightSource
+from relax_trio.data.json import JsonObject
+from relax_trio.data.sample import Sample
+from relax_trio.errors import TrainError
+from relax_trio.ids import WeightVersion
+from relax_trio.train.checkpoint import write_checkpoint
+from relax_trio.train.weights import version_of
+
+
+@define(eq=False, kw_only=True)
+class FakeTrainer:
+    """`Trainer` whose phases last `step_s` and change nothing but the version.
+
+    Attributes:
+      step_s: seconds of a phase on Trio's clock.
+      save_s: seconds of a save; the checkpoint it writes is complete but holds no model.
+      failures: rollout id → error that its phase raises after `step_s`.
+      n_phases: completed phases.
+      steps: (rollout id, rows) of every phase begun, in order.
+      saves: (path, state) of every checkpoint, in order.
+    """
+
+    step_s: float = 1.0
+    save_s: float = 0.0
+    failures: Mapping[int, TrainError] = field(factory=dict)
+    n_phases: int = 0
+    steps: list[tuple[int, tuple[Sample, ...]]] = field(factory=list, init=False)
+    saves: list[tuple[Path, JsonObject]] = field(factory=list, init=False)
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """See `Trainer.weight_version`."""
+        return version_of(self.n_phases)
+
+    async def step(self, rollout_id: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """See `Trainer.step`. Cancellation: at once, version unchanged."""
+        self.steps.append((rollout_id, tuple(samples)))
+        await trio.sleep(self.step_s)
+        if rollout_id in self.failures:
+            raise self.failures[rollout_id]
+        self.n_phases += 1
+        names = ("loss", "grad_norm", "lr", "entropy", "ppo_kl", "pg_clipfrac", "rollout_logprob_abs_diff")
+        n_tokens = sum(sum(sample.loss_mask) for sample in samples)
+        return {f"train/{name}": 0.0 for name in names} | {"train/n_tokens": float(n_tokens)}
+
+    def weights(self) -> WeightSource:
+        """See `Trainer.weights`: no tensors."""
+        return WeightSource(tensors={})
+
+    async def save(self, directory: Path, state: JsonObject) -> Path:
+        """See `Trainer.save`. Writes in place, after `save_s`."""
+        await trio.sleep(self.save_s)
+        path = write_checkpoint(directory, self.n_phases, lambda _: None, state)
+        self.saves.append((path, state))
+        return path

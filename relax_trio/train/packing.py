@@ -1,0 +1,175 @@
+"""Rows of a rollout step → optimizer batches → padded micro-batches, with the loss weight of every trained token.
+
+Covered: which rows share an optimizer step, how much each token counts, the order of rows, right-padding. Not covered:
+the loss itself, devices, packing without padding.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+
+from relax_trio.data.sample import Sample
+from relax_trio.errors import TrainError
+from relax_trio.train.advantage import token_advantages
+
+PAD_ID = 0
+"""Fills rows on the right. Causal attention never looks there from a real token, so any valid id does."""
+
+
+@frozen(kw_only=True, eq=False)
+class Batch:
+    """One micro-batch: B rows, right-padded to T tokens.
+
+    A value at [b, t] belongs to the token at [b, t]; the logits that predict it stand at t - 1. Column 0 is never
+    trained.
+
+    Attributes:
+      ids: (B, T) int64, `PAD_ID` on the right.
+      loss_mask: (B, T) bool, True exactly on trained tokens.
+      rollout_logprobs: (B, T) float64, log probability of the token when it was sampled; 0.0 off the mask.
+      advantages: (B, T) float64, 0.0 off the mask.
+      weights: (B, T) float64, share of the token in the loss of the optimizer batch; 0.0 off the mask.
+      rows: for each of the B rows its position in the optimizer batch.
+    """
+
+    ids: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    rows: tuple[int, ...]
+
+
+def row_order(samples: Sequence[Sample]) -> list[Sample]:
+    """Sort by Group, then Session: an order that doesn't depend on when a Session ended. Contexts keep theirs."""
+    return sorted(samples, key=lambda sample: (sample.group_index, sample.index))
+
+
+def split_optimizer_batches(samples: Sequence[Sample], global_batch_size: int | None) -> list[list[Sample]]:
+    """Divide the rows of a step among optimizer steps.
+
+    Sessions are taken in the order of their first row, `global_batch_size` of them a step; all contexts of a Session
+    stay together, because they share one normalizer. With one context a Session that counts samples. The last
+    optimizer step takes what is left.
+
+    Args:
+      samples: rows of the step.
+      global_batch_size: Sessions per optimizer step; None: all in one.
+    """
+    sessions: dict[int, list[Sample]] = {}
+    for sample in samples:
+        sessions.setdefault(sample.index, []).append(sample)
+    groups = list(sessions.values())
+    size = global_batch_size or max(len(groups), 1)
+    return [
+        [sample for rows in groups[start : start + size] for sample in rows] for start in range(0, len(groups), size)
+    ]
+
+
+def row_weights(samples: Sequence[Sample], *, per_token: bool) -> list[float]:
+    """Weight in the loss of each trained token of each row; over an optimizer batch the weights sum to 1.
+
+    Session mean (default): w = 1 / (S * N_s), with N_s the trained tokens of all contexts of the row's Session and S
+    the Sessions that have any. However a Session is divided into contexts, it weighs 1 / S.
+    Token mean (`per_token`): w = 1 / N, with N the trained tokens of the batch.
+
+    Args:
+      samples: all rows of one optimizer batch. Weights made from a part of it would be wrong.
+
+    Returns:
+      One weight per row; 0.0 for a row without trained tokens.
+    """
+    n_of_row = [sum(sample.loss_mask) for sample in samples]
+    if per_token:
+        n_tokens = sum(n_of_row)
+        return [1.0 / n_tokens if n else 0.0 for n in n_of_row]
+    n_of_session: Counter[int] = Counter()
+    for sample, n in zip(samples, n_of_row, strict=True):
+        n_of_session[sample.index] += n
+    n_sessions = sum(1 for n in n_of_session.values() if n)
+    return [
+        1.0 / (n_sessions * n_of_session[sample.index]) if n else 0.0
+        for sample, n in zip(samples, n_of_row, strict=True)
+    ]
+
+
+def micro_batches(samples: Sequence[Sample], weights: Sequence[float], size: int) -> list[Batch]:
+    """Pack one optimizer batch into micro-batches of at most `size` rows, longest rows first.
+
+    Rows of like length share a micro-batch, so that little is padded; ties keep their order, so that the result
+    is a function of the arguments. Rows without trained tokens are left out, as is all that follows a row's last trained
+    token: neither can change the loss.
+
+    Args:
+      samples: rows of the optimizer batch.
+      weights: one per row, from `row_weights` over the same rows.
+      size: rows per micro-batch.
+
+    Raises:
+      TrainError: a row's lengths disagree, a value is not finite, or it has no credit.
+    """
+    for sample in samples:
+        check_sample(sample)
+    trained = [position for position, sample in enumerate(samples) if any(sample.loss_mask)]
+    lens = {position: _trained_len(samples[position]) for position in trained}
+    trained.sort(key=lambda position: -lens[position])
+    return [
+        _pad(samples, weights, tuple(trained[start : start + size]), lens) for start in range(0, len(trained), size)
+    ]
+
+
+def check_sample(sample: Sample) -> None:
+    """Refuse a row that breaks the alignment of tokens, mask and logprobs.
+
+    Raises:
+      TrainError: naming the Session and what disagrees.
+    """
+    n = sample.response_length
+    who = f"session {sample.place}"
+    if len(sample.loss_mask) != n or len(sample.rollout_log_probs) != n:
+        raise TrainError(
+            f"{who}: response_length is {n}, but there are {len(sample.loss_mask)} mask values and "
+            f"{len(sample.rollout_log_probs)} rollout logprobs"
+        )
+    prompt_len = len(sample.tokens) - n
+    if prompt_len < 0 or (prompt_len == 0 and n and sample.loss_mask[0]):
+        raise TrainError(f"{who}: {len(sample.tokens)} tokens leave no prompt before a response of {n}")
+
+
+def _trained_len(sample: Sample) -> int:
+    """Tokens of the row up to its last trained one."""
+    last = max(t for t, trained in enumerate(sample.loss_mask) if trained)
+    return len(sample.tokens) - sample.response_length + last + 1
+
+
+def _pad(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, ...], lens: dict[int, int]) -> Batch:
+    shape = (len(rows), max(lens[row] for row in rows))
+    ids = torch.full(shape, PAD_ID, dtype=torch.int64)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    logprobs = torch.zeros(shape, dtype=torch.float64)
+    advantages = torch.zeros(shape, dtype=torch.float64)
+    for b, row in enumerate(rows):
+        sample, end = samples[row], lens[row]
+        start = len(sample.tokens) - sample.response_length
+        # Copies into packed arrays: hooks may have left lists, and torch reads the arrays' memory.
+        ids[b, :end] = torch.frombuffer(array("i", sample.tokens), dtype=torch.int32)[:end]
+        loss_mask[b, start:end] = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)[: end - start] != 0
+        rollout = array("d", sample.rollout_log_probs)
+        logprobs[b, start:end] = torch.frombuffer(rollout, dtype=torch.float64)[: end - start]
+        advantages[b, start:end] = torch.frombuffer(token_advantages(sample), dtype=torch.float64)[: end - start]
+        if not bool(torch.isfinite(logprobs[b]).all()):
+            raise TrainError(f"session {sample.place}: a rollout logprob is not finite")
+    row_weight = torch.tensor([weights[row] for row in rows], dtype=torch.float64)  # (B,)
+    return Batch(
+        ids=ids,
+        loss_mask=loss_mask,
+        rollout_logprobs=logprobs * loss_mask,
+        advantages=advantages,
+        weights=row_weight[:, None] * loss_mask,
+        rows=rows,
+    )

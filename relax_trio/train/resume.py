@@ -1,0 +1,83 @@
+"""What a checkpoint holds: a Hugging Face model with its tokenizer, and `trainer.pt` to go on training from.
+
+Reads and writes plain files in a directory it is given; that the directory appears as a whole is checkpoint.py's work.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from relax_trio.errors import ConfigError, TrainError, boundary
+from relax_trio.train.checkpoint import verify
+from relax_trio.train.update import Updater
+
+TRAINER = "trainer.pt"
+
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "*processor*.json",
+    "*.py",
+)
+"""Files of a checkpoint that a copy of its model needs beside the weights: tokenizer, template, processor, code."""
+
+
+def write_payload(directory: Path, updater: Updater, source: Path) -> None:
+    """Write model, tokenizer and trainer state into `directory`. Blocking.
+
+    Args:
+      directory: empty and existing.
+      updater: what is saved; must not train meanwhile.
+      source: checkpoint that the model came from; its tokenizer is copied.
+
+    Raises:
+      TrainError: a file could not be written.
+    """
+    with boundary(TrainError, f"checkpoint in {directory}", OSError, RuntimeError, SafetensorError):
+        updater.policy.model.save_pretrained(directory)  # type: ignore[operator]
+        for pattern in COMPANIONS:
+            for path in sorted(source.glob(pattern)):
+                if path.is_dir():
+                    shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
+                else:
+                    shutil.copyfile(path, directory / path.name)
+        torch.save({"updater": updater.state(), "rng": _rng_state()}, directory / TRAINER)
+
+
+def restore(updater: Updater, path: Path) -> None:
+    """Continue where the checkpoint `path` was saved: optimizer, counters, torch's random state.
+
+    Raises:
+      ConfigError: the checkpoint is damaged, or of another model.
+    """
+    verify(path)
+    file = path / TRAINER
+    foreign = (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError, AttributeError, UnpicklingError)
+    with boundary(ConfigError, f"{file} cannot be resumed from", *foreign):
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        updater.restore(saved["updater"])
+        _set_rng_state(saved["rng"])
+
+
+def _rng_state() -> dict[str, Any]:
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": gpus}
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if len(state["cuda"]) and len(state["cuda"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        torch.cuda.set_rng_state_all(state["cuda"])

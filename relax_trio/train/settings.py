@@ -1,0 +1,51 @@
+"""What the trainer needs of the configuration, as one value."""
+
+from __future__ import annotations
+
+import torch
+from attrs import field, frozen
+
+from relax_trio.config.tree import Config, TrainConfig
+from relax_trio.train.policy import Distribution, default_device
+from relax_trio.train.schedule import learning_rate, n_optimizer_steps
+
+
+@frozen(kw_only=True)
+class TrainerSettings:
+    """Loss, optimizer and the distribution that rollout samples from.
+
+    Attributes:
+      train: loss, optimizer, schedule.
+      distribution: what the rollout logprobs are of.
+      deterministic: rows are trained in the order of Groups and Sessions, not of their ending.
+      n_total: optimizer steps of the whole run, for a decay; None with the constant schedule.
+      device: where the model is trained.
+    """
+
+    train: TrainConfig
+    distribution: Distribution = field(factory=Distribution)
+    deterministic: bool = False
+    n_total: int | None = None
+    device: torch.device = field(factory=default_device)
+
+    def __attrs_post_init__(self) -> None:
+        learning_rate(self.train, self.train.lr_warmup_iters, self.n_total)  # refuses a decay without an end
+
+    @classmethod
+    def of_config(cls, config: Config, n_rollout: int | None = None) -> TrainerSettings:
+        """Take the settings of a run.
+
+        Args:
+          config: the whole configuration.
+          n_rollout: rollout steps of the run, if `--num-rollout` left them to the dataset.
+
+        Raises:
+          ConfigError: a decaying schedule of a run without an end.
+        """
+        n_steps = n_rollout if n_rollout is not None else config.rollout.num_rollout
+        return cls(
+            train=config.train,
+            distribution=Distribution.of_rollout(config.rollout),
+            deterministic=config.rollout.deterministic,
+            n_total=None if n_steps is None else n_optimizer_steps(config.rollout, config.train, n_steps),
+        )

@@ -1,0 +1,118 @@
+"""The trainer of one process: `Updater` in a worker thread, its weights published after each phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from relax_trio.backend.base import WeightSource
+from relax_trio.data.json import JsonObject
+from relax_trio.data.sample import Sample
+from relax_trio.errors import TrainError, boundary
+from relax_trio.events import emit
+from relax_trio.ids import WeightVersion
+from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
+from relax_trio.train.base import Trainer
+from relax_trio.train.checkpoint import write_checkpoint
+from relax_trio.train.policy import Policy, load_model
+from relax_trio.train.resume import restore, write_payload
+from relax_trio.train.settings import TrainerSettings
+from relax_trio.train.update import PhaseResult, Updater
+from relax_trio.train.weights import snapshot, version_of
+
+__all__ = ["TorchTrainer", "Trainer", "open_trainer"]
+
+
+class TorchTrainer:
+    """`Trainer` over torch, with a float32 model of its own.
+
+    All torch work runs through one pool of one thread, so that a save never meets a half-done optimizer step. Make it with
+    `open_trainer`.
+    """
+
+    def __init__(self, updater: Updater, source: Path, pool: CpuPool) -> None:
+        """Take over a loaded model; copies its weights once, in place.
+
+        Args:
+          updater: the model and its optimizer; nobody else may use them.
+          source: checkpoint directory that the model came from, for its tokenizer.
+          pool: where the work runs; at most one call at a time.
+        """
+        self._updater = updater
+        self._source = source
+        self._pool = pool
+        self._weights = snapshot(updater.policy.model)
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """See `Trainer.weight_version`."""
+        return version_of(self._updater.n_phases)
+
+    async def step(self, rollout_id: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """See `Trainer.step`.
+
+        Cancellation: asked for between micro-batches until the first weight changes, so that it waits for one
+        micro-batch (forward and backward); after that it waits for the rest of the phase and the weights are the new
+        ones. With one optimizer step per phase the wait is the last micro-batch and the AdamW step.
+        """
+        with boundary(TrainError, f"training on rollout step {rollout_id} failed", RuntimeError, IndexError):
+            result = await self._pool.run(self._run_phase, samples)
+        for optimizer_step in result.skipped:
+            emit("optimizer_step.skipped", rollout=rollout_id, step=optimizer_step, reason="gradient is not finite")
+        return result.metrics
+
+    def weights(self) -> WeightSource:
+        """See `Trainer.weights`. The same copy until the next phase ends."""
+        return self._weights
+
+    async def save(self, directory: Path, state: JsonObject) -> Path:
+        """See `Trainer.save`. Cancellation: once begun, waits for the writing (seconds per GB of weights)."""
+        payload = partial(write_payload, updater=self._updater, source=self._source)
+        path = await self._pool.run(write_checkpoint, directory, self._updater.n_phases, payload, state)
+        emit("checkpoint.saved", version=self.weight_version, path=str(path))
+        return path
+
+    def _run_phase(self, samples: Sequence[Sample]) -> PhaseResult:
+        result = self._updater.run_phase(samples, _check_cancelled)
+        self._weights = snapshot(self._updater.policy.model)
+        assert all(math.isfinite(value) for value in result.metrics.values()), "metrics are JSON numbers"
+        return result
+
+
+async def open_trainer(
+    settings: TrainerSettings, hf_checkpoint: Path, *, resume: Path | None = None, pool: CpuPool | None = None
+) -> TorchTrainer:
+    """Load the model and make its trainer.
+
+    Args:
+      settings: loss, optimizer, distribution, device.
+      hf_checkpoint: weights and tokenizer to begin from.
+      resume: one of our checkpoints (see `find_latest`) to go on from instead: weights, optimizer, counters, RNG.
+      pool: where the work runs; default: one thread under a limiter of its own.
+
+    Raises:
+      ConfigError: a checkpoint that is no checkpoint, damaged, or of another model.
+
+    Cancellation: waits until the model is loaded, then drops it.
+    """
+    pool = pool or ThreadCpuPool(1)
+    return await pool.run(_open, settings, hf_checkpoint if resume is None else resume, resume, pool)
+
+
+def _open(settings: TrainerSettings, source: Path, resume: Path | None, pool: CpuPool) -> TorchTrainer:
+    updater = Updater(Policy(load_model(source, settings.device)), settings)
+    if resume is not None:
+        restore(updater, resume)
+    return TorchTrainer(updater, source, pool)
+
+
+def _check_cancelled() -> None:
+    """Raise Cancelled in a worker thread whose task is cancelled. In place of a thread there is nothing to ask."""
+    try:
+        trio.from_thread.check_cancelled()
+    except RuntimeError:
+        return
