@@ -20,6 +20,7 @@ BASH = "/bin/bash"
 _PLAIN = re.compile(r"[A-Za-z0-9_./+@%:,-]+")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=")
 _INTERPRETER = re.compile(r"(?P<python>python(\d+(\.\d+)?)?)|(?P<shell>bash)")
+_GOES_ON = re.compile(r"[;|&\n]")
 _LOOKUP_S = 10.0
 
 
@@ -48,6 +49,8 @@ def _syntax_problems(command: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def _word_problems(command: str, cwd: Path, environment: Mapping[str, str]) -> list[str]:
+    if _GOES_ON.search(command.replace("&&", "")):  # what comes after a failed word may make up for it
+        return []
     try:
         words = shlex.split(command)
     except ValueError:  # quoting that bash knows and shlex does not

@@ -59,6 +59,8 @@ class _Reader:
             spec = self._find(key)
             if spec is None and section is None and key in section_classes():
                 self._read_section(str(key), value)
+            elif spec is None and key in section_classes():
+                self.problems.append(f"{where}: is a section and belongs at the top, not under {section}")
             elif spec is None:
                 known = [*self._specs, *(() if section else section_classes())]
                 self.problems.append(f"{where}: unknown key{did_you_mean(str(key).replace('-', '_'), known)}")

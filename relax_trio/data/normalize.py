@@ -103,10 +103,13 @@ def normalize_template_kwargs(raw: JsonValue, *, param: str = "chat_template_kwa
 
 
 def canonical_arguments(raw: JsonValue) -> str:
-    """Canonical text of tool-call arguments, given as JSON text or as a value. Never raises.
+    """Canonical text of tool-call arguments, given as JSON text or as a value.
 
     An object becomes compact JSON with sorted keys and integral floats as ints; text that is no JSON object stays as it
     is; a bare scalar or list becomes its JSON text.
+
+    Raises:
+      ValueError: a value (never a text) that has no JSON form, such as an infinity.
     """
     value: JsonValue = raw
     if isinstance(raw, str):
@@ -118,8 +121,10 @@ def canonical_arguments(raw: JsonValue) -> str:
             return clean_text(raw)
     try:
         return clean_text(canonical_json(value))
-    except (ValueError, RecursionError):  # 1e999 parses as infinity; nesting the parser takes and the writer does not
-        return clean_text(raw if isinstance(raw, str) else str(raw))
+    except (ValueError, RecursionError) as exc:  # 1e999 parses as infinity; the parser nests deeper than the writer
+        if isinstance(raw, str):
+            return clean_text(raw)
+        raise ValueError(f"the arguments have no JSON form: {exc}") from exc
 
 
 def clean_text(text: str) -> str:
@@ -236,11 +241,15 @@ def _tool_call(raw: JsonValue, path: str) -> ToolCall:
     function = raw.get("function")
     if not isinstance(function, dict):
         raise InvalidRequest(f"{path}.function must be an object, not {_kind(function)}", param=f"{path}.function")
-    arguments = function.get("arguments")
+    given = function.get("arguments")
+    try:
+        arguments = canonical_arguments({} if given is None else given)
+    except ValueError as exc:
+        raise InvalidRequest(f"{path}.function.arguments: {exc}", param=f"{path}.function.arguments") from exc
     return ToolCall(
         id=_required_text(raw.get("id"), f"{path}.id"),
         name=_required_text(function.get("name"), f"{path}.function.name"),
-        arguments=canonical_arguments({} if arguments is None else arguments),
+        arguments=arguments,
     )
 
 

@@ -41,6 +41,7 @@ class Context:
       loss_mask: N - prompt_len bytes of 0 or 1; 1 exactly on generated tokens (less where deduplicated).
       logprobs: `array('d')`, N - prompt_len natural-log probabilities; 0.0 on observation tokens.
       turn_lens: generated tokens of each assistant turn, in order.
+      turn_nodes: response node of each assistant turn, in order; two contexts that name one share its tokens.
       versions: spans over the generated tokens, in order; their lengths sum to the generated tokens.
       status: truncated when the lineage ends in an observation or in a turn cut by its limit.
     """
@@ -57,6 +58,7 @@ class Context:
     status: SampleStatus
     metadata: JsonObject
     reward: Reward = None
+    turn_nodes: tuple[NodeId, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         response_len = len(self.tokens) - self.prompt_len

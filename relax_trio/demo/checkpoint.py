@@ -8,14 +8,19 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import asdict
+from safetensors.torch import save_file
 
 from relax_trio.demo.recipe import DemoRecipe
 from relax_trio.demo.task import SYSTEM_PROMPT, TOOLS
-from relax_trio.demo.tokenizer import chat_template, train_tokenizer
+from relax_trio.demo.tokenizer import DemoTokenizer, chat_template, train_tokenizer
 from relax_trio.demo.warm_start import Progress, warm_start
 from relax_trio.errors import ConfigError, boundary
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
 
 _REQUIRED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
 
@@ -63,13 +68,22 @@ def ensure_demo_checkpoint(
         model = warm_start(tokenizer, recipe, progress)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
         try:
-            model.save_pretrained(building)
-            tokenizer.to_transformers().save_pretrained(building)
-            building.chmod(0o755)
+            _save(model, tokenizer, building)
             _publish(building, final)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return final
+
+
+def _save(model: Qwen3ForCausalLM, tokenizer: DemoTokenizer, directory: Path) -> None:
+    """Write a plain Hugging Face directory. Not by the model's `save_pretrained`, which draws a progress bar."""
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = next(iter(weights.values())).dtype
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    tokenizer.to_transformers().save_pretrained(directory)
 
 
 def _publish(building: Path, final: Path) -> None:

@@ -7,6 +7,7 @@ schema; a test holds the two together.
 from __future__ import annotations
 
 import json
+import math
 import random
 import zlib
 from collections.abc import Iterator
@@ -57,6 +58,10 @@ class Question:
     b: int
     op2: str | None = None
     c: int = 0
+
+    @property
+    def n_operations(self) -> int:
+        return 1 if self.op2 is None else 2
 
     @property
     def text(self) -> str:
@@ -110,21 +115,21 @@ def _draw(rng: random.Random, n_operations: int) -> Question:
 def write_dataset(path: Path, *, n_rows: int, seed: int, held_out: bool) -> None:
     """Write distinct questions as JSON Lines rows {"messages", "label", "metadata": {"answer", "n_operations"}}.
 
-    Training and held-out files never share a question, whatever their seeds. The share of one-operation questions
-    is exact, so that two files of one size are equally hard. ConfigError if `n_rows` is over `MAX_ROWS`.
+    Training and held-out files never share a question, whatever their seeds. One-operation questions are spread
+    evenly, so that any few rows in sequence are equally hard and step rewards can be compared. ConfigError if `n_rows` is over `MAX_ROWS`.
     """
     if not 0 < n_rows <= MAX_ROWS:
         raise ConfigError(f"The demo's data set {path} can have 1 to {MAX_ROWS} rows, not {n_rows}.")
     rng = random.Random(seed)
-    n_single = round(n_rows * DemoRecipe().one_operation_share)
+    share = DemoRecipe().one_operation_share
     questions: dict[str, Question] = {}
     while len(questions) < n_rows:
-        question = draw_question(rng, n_operations=1 if len(questions) < n_single else 2, held_out=held_out)
+        done = len(questions)
+        is_single = math.floor((done + 1) * share) > math.floor(done * share)
+        question = draw_question(rng, n_operations=1 if is_single else 2, held_out=held_out)
         questions[question.text] = question
-    ordered = list(questions.values())
-    rng.shuffle(ordered)
     with path.open("w", encoding="utf-8") as file:
-        for question in ordered:
+        for question in questions.values():
             file.write(json.dumps(_row(question)) + "\n")
 
 
@@ -136,7 +141,7 @@ def _row(question: Question) -> dict[str, object]:
             {"role": "user", "content": question.text},
         ],
         "label": answer,
-        "metadata": {"answer": answer, "n_operations": 1 if question.op2 is None else 2},
+        "metadata": {"answer": answer, "n_operations": question.n_operations},
     }
 
 

@@ -1,0 +1,1 @@
+"""Rewards from agents and hooks, and the credit that training gets from them."""

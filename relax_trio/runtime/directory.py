@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 class SessionTable:
     """Live Sessions by credential; implements the API's `SessionDirectory`.
 
-    Attributes:
-      closing: the run is ending: new requests get a 503.
+    Args:
+      is_stopping: says whether the run is ending, so that new requests get a 503.
     """
 
-    def __init__(self) -> None:
-        self.closing = False
+    def __init__(self, is_stopping: Callable[[], bool]) -> None:
+        self._is_stopping = is_stopping
         self._by_digest: dict[bytes, tuple[Credential, Session]] = {}
+
+    @property
+    def closing(self) -> bool:
+        """Whether the run is ending."""
+        return self._is_stopping()
 
     @contextmanager
     def listed(self, session: Session) -> Iterator[None]:

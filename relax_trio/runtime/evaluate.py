@@ -75,7 +75,7 @@ class Evaluation:
                 await permits.acquire_on_behalf_of(group)
                 nursery.start_soon(self._run_one, group, permits, name=f"eval {dataset.name} {group.id}")
         samples = [sample for number in sorted(self._results) for sample in self._results[number]]
-        await self.scorer.score(samples)
+        await self.scorer.score(samples, evaluation=True)
         result = EvalResult(
             name=dataset.name,
             samples=tuple(samples),

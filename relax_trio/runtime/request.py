@@ -120,13 +120,15 @@ async def _encode(request: CanonicalRequest, match: Match, session: Session) -> 
     def encode() -> array[int]:
         if match.parent.kind != "response":
             return codec.encode_opening(match.new_messages, tools, kwargs)
-        last = match.parent
+        turn = match.parent
+        calls = turn.messages[-1].tool_calls
         return codec.encode_observation(
             match.new_messages,
             tools,
             kwargs,
-            after_stop=last.token_ids[-1] in codec.stop_token_ids if last.token_ids else False,
-            after_tool_calls=bool(last.messages[-1].tool_calls),
+            after_stop=codec.ends_turn(turn.token_ids),
+            after_tool_calls=bool(calls),
+            calls=calls,
         )
 
     if text_len(match.new_messages) > LONG_TEXT_CHARS:
@@ -186,7 +188,12 @@ async def _commit(call: Call, session: Session, turn: Turn, *, stopped: bool) ->
     """Parse the turn, commit it without a checkpoint in between, and make the completion."""
     request, codec = call.request, session.shared.codec
     parsed = codec.read_turn(
-        turn.token_ids, stopped=stopped, tools=request.tools, state=turn.match.state, stop_string=turn.stop_string
+        turn.token_ids,
+        stopped=stopped,
+        tools=request.tools,
+        state=turn.match.state,
+        stop_string=turn.stop_string,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
     node = session.forest.commit(
         turn.match,

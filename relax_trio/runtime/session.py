@@ -266,7 +266,7 @@ class Session:
         )
 
     def debug_state(self, *, forest: bool) -> JsonObject:
-        """State for `/debug_state`: place, age, requests; with `forest`, the recorded nodes."""
+        """State for `/debug_state`: place, age, requests; with `forest`, also `nodes` and `leaves` (docs/forest.md)."""
         out: JsonObject = {
             "place": self.place,
             "try": self.n_try,
@@ -276,6 +276,4 @@ class Session:
             "budget_remaining_s": self.budget.remaining_s,
             "requests": [call.to_json() for call in self.calls],
         }
-        if forest:
-            out["forest"] = {**forest_json(self.forest), "requests": [call.to_json() for call in self.calls]}
-        return out
+        return {**out, **forest_json(self.forest)} if forest else out

@@ -134,10 +134,11 @@ class Work:
 
     def _start_group(self, step: Step, permit: object) -> None:
         """Take a row and start its Group, which returns the permit when its last process is gone."""
-        task = self.rows.take()
-        if task is None:
+        try:
+            task = self.rows.take()
+        except RunFailed as exc:
             self._resident.release_on_behalf_of(permit)
-            step.fail(RunFailed("no dataset row is left: every row was set aside after --max-row-failures failures"))
+            step.fail(exc)
             self._update()
             return
         group = Group(
@@ -200,7 +201,6 @@ class Work:
         if isinstance(outcome, Complete):
             self._failures_in_a_row = 0
         if scored is not None and step.pay(scored):
-            self.rows.used(group.task)
             emit("group.scored", group=group.id, rollout=step.rollout_id)
             return
         step.n_dropped += 1

@@ -1,4 +1,4 @@
-"""What a trainer offers the rollout loop. Knows Samples and weights: no Sessions, no HTTP, no runtime, no torch import."""
+"""What a trainer offers the rollout loop. Knows Samples and weights: no Sessions, no HTTP, no torch import."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from relax_trio.backend.base import WeightSource
 from relax_trio.data.json import JsonObject
 from relax_trio.data.sample import Sample
 from relax_trio.ids import WeightVersion
+
+
+def version_of(n_phases: int) -> WeightVersion:
+    """Name of the weights after `n_phases` optimizer phases: "0" are the checkpoint's own."""
+    return WeightVersion(str(n_phases))
 
 
 class Trainer(Protocol):
@@ -32,8 +37,8 @@ class Trainer(Protocol):
 
         Returns:
           Metrics by their slash-separated names, all finite: at least `train/loss`, `train/grad_norm`, `train/lr`,
-          `train/entropy`, `train/ppo_kl`, `train/pg_clipfrac`, `train/rollout_logprob_abs_diff`, `train/n_tokens`. Means
-          of nothing, when every optimizer step was skipped, are 0.0.
+          `train/entropy`, `train/ppo_kl`, `train/pg_clipfrac`, `train/rollout_logprob_abs_diff`, `train/n_tokens`.
+          Means of nothing, when every optimizer step was skipped, are 0.0.
 
         Raises:
           TrainError: the rows cannot be trained on; the weights are those from before.

@@ -13,8 +13,8 @@ from relax_trio.data.json import JsonObject
 from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError
 from relax_trio.ids import WeightVersion
+from relax_trio.train.base import version_of
 from relax_trio.train.checkpoint import write_checkpoint
-from relax_trio.train.weights import version_of
 
 
 @define(eq=False, kw_only=True)

@@ -1,7 +1,8 @@
 """The policy-gradient loss: pure functions on flat tensors of trained tokens.
 
 The algorithm is the clipped surrogate of PPO with GRPO's critic-free advantage. What is left out: a value function, a
-second forward pass for "old" logprobs (those recorded at rollout are the old policy), KL terms, entropy bonus, whitening.
+second forward pass for "old" logprobs (those recorded at rollout are the old policy), KL terms, entropy bonus,
+whitening.
 """
 
 from __future__ import annotations

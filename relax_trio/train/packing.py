@@ -101,8 +101,8 @@ def row_weights(samples: Sequence[Sample], *, per_token: bool) -> list[float]:
 def micro_batches(samples: Sequence[Sample], weights: Sequence[float], size: int) -> list[Batch]:
     """Pack one optimizer batch into micro-batches of at most `size` rows, longest rows first.
 
-    Rows of like length share a micro-batch, so that little is padded; ties keep their order, so that the result
-    is a function of the arguments. Rows without trained tokens are left out, as is all that follows a row's last trained
+    Rows of like length share a micro-batch, so that little is padded; ties keep their order, so that the result is a
+    function of the arguments. Rows without trained tokens are left out, as is all that follows a row's last trained
     token: neither can change the loss.
 
     Args:

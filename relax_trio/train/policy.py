@@ -62,16 +62,15 @@ class Distribution:
         return scaled.log_softmax(dim=-1)
 
     def _support(self, scaled: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-        """(K, V) bool: top-k first, then the smallest set of the rest whose mass reaches top-p."""
-        keep = torch.ones_like(scaled, dtype=torch.bool)
-        if 0 < self.top_k < scaled.shape[-1]:
-            keep = scaled >= scaled.topk(self.top_k, dim=-1).values[:, -1:]
+        """(K, V) bool: the k likeliest, of those the smallest set whose mass reaches top-p, and the recorded token."""
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        if self.top_k > 0:
+            ordered[:, self.top_k :] = float("-inf")
+        keep = ordered > float("-inf")
         if self.top_p < 1.0:
-            ordered, order = scaled.masked_fill(~keep, float("-inf")).sort(dim=-1, descending=True, stable=True)
-            probs = ordered.softmax(dim=-1)
-            inside = probs.cumsum(dim=-1) - probs < self.top_p  # mass before the token
-            keep = keep & torch.zeros_like(keep).scatter(1, order, inside)
-        return keep.scatter(1, recorded[:, None], True)
+            probs = ordered.double().softmax(dim=-1)
+            keep &= probs.cumsum(dim=-1) - probs < self.top_p  # mass before the token
+        return torch.zeros_like(keep).scatter(1, order, keep).scatter(1, recorded[:, None], True)
 
 
 class Policy:
@@ -110,12 +109,12 @@ class Policy:
             return _score(logits, recorded, distribution)
         body, head = self._parts
         hidden = body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[picked]  # (K, H)
-        size = max(1, self._chunk_elements // int(head.weight.shape[0]))
+        size = max(1, self._chunk_elements // head.out_features)
         if len(recorded) <= size:
             return _score(head(hidden), recorded, distribution)
         parts = [
             checkpoint(_score_hidden, head, some, ids_, distribution, use_reentrant=False)
-            for some, ids_ in zip(hidden.split(size), recorded.split(size), strict=True)
+            for some, ids_ in zip(torch.split(hidden, size), torch.split(recorded, size), strict=True)
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
@@ -158,7 +157,7 @@ def _score(
     return log_probs.gather(1, recorded[:, None])[:, 0], entropy
 
 
-def _body_and_head(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module] | None:
+def _body_and_head(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Linear] | None:
     """The two halves of a model whose logits are head(body(ids)), or None.
 
     Some models scale or cap logits after the head, so the claim is tried on a few tokens instead of believed.
@@ -167,7 +166,7 @@ def _body_and_head(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Mo
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(body, torch.nn.Module) or body is model or not isinstance(head, torch.nn.Linear):
         return None
-    ids = torch.arange(min(8, head.weight.shape[0]), device=head.weight.device)[None]  # (1, 8)
+    ids = torch.arange(min(8, head.out_features), device=head.weight.device)[None]  # (1, 8)
     with torch.no_grad():
         hidden = getattr(body(input_ids=ids, use_cache=False), "last_hidden_state", None)
         if hidden is None:

@@ -38,10 +38,8 @@ def recompute_logprobs(
       ConfigError: the checkpoint cannot be loaded.
       TrainError: a row's lengths disagree.
     """
-    loaded = isinstance(model_or_checkpoint, Path)
-    model = load_model(model_or_checkpoint, default_device()) if loaded else model_or_checkpoint
-    assert isinstance(model, torch.nn.Module)
-    policy = Policy(model)
+    given = model_or_checkpoint
+    policy = Policy(load_model(given, default_device()) if isinstance(given, Path) else given)
     greedy = temperature == 0
     distribution = Distribution() if greedy else Distribution(temperature=temperature, top_p=top_p, top_k=top_k)
     rows = [evolve(sample, advantage=0.0) for sample in samples]
@@ -49,11 +47,11 @@ def recompute_logprobs(
     for batch in micro_batches(rows, [1.0] * len(rows), micro_batch_size):
         with torch.no_grad():
             logprobs = policy.score(batch, distribution)[0].double().cpu()  # (K,) row by row
-        per_row = logprobs.split(batch.loss_mask.sum(dim=1).tolist())
-        for row, values in zip(batch.rows, per_row, strict=True):
-            places = (t for t, trained in enumerate(samples[row].loss_mask) if trained)
-            for t, value in zip(places, values.tolist(), strict=True):
-                found[row][t] = value
+        values = iter(logprobs.tolist())
+        for row in batch.rows:
+            for t, trained in enumerate(samples[row].loss_mask):
+                if trained:
+                    found[row][t] = next(values)
     return found
 
 

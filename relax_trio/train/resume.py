@@ -5,7 +5,7 @@ Reads and writes plain files in a directory it is given; that the directory appe
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,25 +35,35 @@ COMPANIONS = (
 """Files of a checkpoint that a copy of its model needs beside the weights: tokenizer, template, processor, code."""
 
 
-def write_payload(directory: Path, updater: Updater, source: Path) -> None:
+def read_companions(source: Path) -> dict[str, bytes]:
+    """Read the `COMPANIONS` of the checkpoint `source` by relative name: it may be gone when the next one is written.
+
+    Raises:
+      ConfigError: a file cannot be read.
+    """
+    with boundary(ConfigError, f"checkpoint {source}", OSError):
+        found = [path for pattern in COMPANIONS for path in source.glob(pattern)]
+        files = [file for path in found for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()]
+        return {file.relative_to(source).as_posix(): file.read_bytes() for file in files}
+
+
+def write_payload(directory: Path, updater: Updater, companions: Mapping[str, bytes]) -> None:
     """Write model, tokenizer and trainer state into `directory`. Blocking.
 
     Args:
       directory: empty and existing.
       updater: what is saved; must not train meanwhile.
-      source: checkpoint that the model came from; its tokenizer is copied.
+      companions: from `read_companions`.
 
     Raises:
       TrainError: a file could not be written.
     """
     with boundary(TrainError, f"checkpoint in {directory}", OSError, RuntimeError, SafetensorError):
         updater.policy.model.save_pretrained(directory)  # type: ignore[operator]
-        for pattern in COMPANIONS:
-            for path in sorted(source.glob(pattern)):
-                if path.is_dir():
-                    shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
-                else:
-                    shutil.copyfile(path, directory / path.name)
+        for name, content in companions.items():
+            file = directory / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
         torch.save({"updater": updater.state(), "rng": _rng_state()}, directory / TRAINER)
 
 

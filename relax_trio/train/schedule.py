@@ -18,8 +18,8 @@ def learning_rate(train: TrainConfig, optimizer_step: int, n_total: int | None) 
     """Learning rate of one optimizer step.
 
     Warm-up: lr * (step + 1) / lr_warmup_iters for step < lr_warmup_iters. After it, with
-    x = (step - lr_warmup_iters) / (n_total - lr_warmup_iters) kept in [0, 1]: constant lr, linear lr * (1 - x), or cosine
-    lr * (1 + cos(pi * x)) / 2.
+    x = (step - lr_warmup_iters) / (n_total - lr_warmup_iters) kept in [0, 1]: constant lr, linear lr * (1 - x), or
+    cosine lr * (1 + cos(pi * x)) / 2.
 
     Args:
       train: the schedule.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from relax_trio.errors import TrainError, boundary
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
-from relax_trio.train.base import Trainer
+from relax_trio.train.base import Trainer, version_of
 from relax_trio.train.checkpoint import write_checkpoint
 from relax_trio.train.policy import Policy, load_model
-from relax_trio.train.resume import restore, write_payload
+from relax_trio.train.resume import read_companions, restore, write_payload
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.update import PhaseResult, Updater
-from relax_trio.train.weights import snapshot, version_of
+from relax_trio.train.weights import snapshot
 
 __all__ = ["TorchTrainer", "Trainer", "open_trainer"]
 
@@ -30,20 +30,20 @@ __all__ = ["TorchTrainer", "Trainer", "open_trainer"]
 class TorchTrainer:
     """`Trainer` over torch, with a float32 model of its own.
 
-    All torch work runs through one pool of one thread, so that a save never meets a half-done optimizer step. Make it with
-    `open_trainer`.
+    All torch work runs through one pool of one thread, so that a save never meets a half-done optimizer step.
+    Make it with `open_trainer`.
     """
 
-    def __init__(self, updater: Updater, source: Path, pool: CpuPool) -> None:
+    def __init__(self, updater: Updater, companions: Mapping[str, bytes], pool: CpuPool) -> None:
         """Take over a loaded model; copies its weights once, in place.
 
         Args:
           updater: the model and its optimizer; nobody else may use them.
-          source: checkpoint directory that the model came from, for its tokenizer.
+          companions: tokenizer and other files that every checkpoint gets, see `resume.read_companions`.
           pool: where the work runs; at most one call at a time.
         """
         self._updater = updater
-        self._source = source
+        self._companions = companions
         self._pool = pool
         self._weights = snapshot(updater.policy.model)
 
@@ -71,7 +71,7 @@ class TorchTrainer:
 
     async def save(self, directory: Path, state: JsonObject) -> Path:
         """See `Trainer.save`. Cancellation: once begun, waits for the writing (seconds per GB of weights)."""
-        payload = partial(write_payload, updater=self._updater, source=self._source)
+        payload = partial(write_payload, updater=self._updater, companions=self._companions)
         path = await self._pool.run(write_checkpoint, directory, self._updater.n_phases, payload, state)
         emit("checkpoint.saved", version=self.weight_version, path=str(path))
         return path
@@ -107,7 +107,7 @@ def _open(settings: TrainerSettings, source: Path, resume: Path | None, pool: Cp
     updater = Updater(Policy(load_model(source, settings.device)), settings)
     if resume is not None:
         restore(updater, resume)
-    return TorchTrainer(updater, source, pool)
+    return TorchTrainer(updater, read_companions(source), pool)
 
 
 def _check_cancelled() -> None:

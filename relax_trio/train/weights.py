@@ -1,16 +1,10 @@
-"""Trained weights as a backend takes them: named, versioned, and out of the optimizer's reach."""
+"""Trained weights as a backend takes them: by name, and out of the optimizer's reach."""
 
 from __future__ import annotations
 
 import torch
 
 from relax_trio.backend.base import WeightSource
-from relax_trio.ids import WeightVersion
-
-
-def version_of(n_phases: int) -> WeightVersion:
-    """Name of the weights after `n_phases` optimizer phases: "0" are the checkpoint's own."""
-    return WeightVersion(str(n_phases))
 
 
 def snapshot(model: torch.nn.Module) -> WeightSource:

@@ -109,8 +109,8 @@ class KvStore:
         keys = self._keys[layer, rows, : self.plan.length]
         values = self._values[layer, rows, : self.plan.length]
         return (
-            keys.unflatten(-1, (self.spec.n_heads, self.spec.key_dim)).transpose(1, 2),
-            values.unflatten(-1, (self.spec.n_heads, self.spec.value_dim)).transpose(1, 2),
+            keys.view(*keys.shape[:2], self.spec.n_heads, self.spec.key_dim).transpose(1, 2),
+            values.view(*values.shape[:2], self.spec.n_heads, self.spec.value_dim).transpose(1, 2),
         )
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -127,8 +127,13 @@ class KvStore:
         self._keys[:, row, :length] = block.keys[:, :length]
         self._values[:, row, :length] = block.values[:, :length]
 
+    def wipe_row(self, row: int) -> None:
+        """Forget a row, also numbers that are not finite: 0 * NaN is NaN, mask or not."""
+        self._keys[:, row].zero_()
+        self._values[:, row].zero_()
+
     def wipe(self) -> None:
-        """Forget everything, also numbers that broken weights may have left (0 * NaN is NaN, mask or not)."""
+        """Forget every row."""
         self._keys.zero_()
         self._values.zero_()
 
@@ -137,13 +142,13 @@ class KvStore:
         return torch.zeros(shape, dtype=self.spec.dtype, device=self.spec.device)
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """One layer of a `KvStore` in the shape transformers models ask for."""
 
     is_sliding = False
 
     def __init__(self, store: KvStore, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._store = store
         self._layer = layer
         self.is_initialized = True

@@ -68,7 +68,9 @@ class CausalModel:
         self._keep_last: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         types = set(getattr(info.text_config, "layer_types", None) or ())
         window = getattr(info.text_config, "sliding_window", None)
-        self._window: int | None = window if isinstance(window, int) and (not types or len(types & {"sliding_attention"})) else None
+        self._window: int | None = (
+            window if isinstance(window, int) and (not types or len(types & {"sliding_attention"})) else None
+        )
         self._mask_by_type = "sliding_attention" in types
         self.spec = self._probe(dtype)
 
@@ -136,9 +138,12 @@ class CausalModel:
         cache = DynamicCache()
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         self._module(input_ids=ids, use_cache=True, **{self._cache_name: cache})
-        shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
+        layers: list[Any] = cache.layers
+        shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers}
         if len(shapes) != 1 or len(cache.layers) != self.info.text_config.num_hidden_layers:
-            raise ConfigError(f"{self.info.path}: layers differ in their keys and values; the embedded engine needs one shape")
+            raise ConfigError(
+                f"{self.info.path}: layers differ in their keys and values; the embedded engine needs one shape"
+            )
         (_, n_heads, _, key_dim), (_, _, _, value_dim) = shapes.pop()
         return KvSpec(
             n_layers=len(cache.layers),
@@ -187,20 +192,21 @@ def _load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
       ConfigError: unreadable, or tensors are missing or misshapen.
     """
     with boundary(ConfigError, f"{path}: loading the checkpoint", *_LOAD_ERRORS), _quiet():
-        module, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True
         )
+    module: torch.nn.Module
+    module, info = loaded
     lacking = sorted({*map(str, info["missing_keys"]), *(str(item[0]) for item in info["mismatched_keys"])})
     if lacking:
         raise ConfigError(f"{path}: the checkpoint lacks {_names(lacking)}")
-    loaded: torch.nn.Module = module
-    return loaded
+    return module
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hold back transformers' progress bars: the terminal belongs to the run."""
-    log = transformers.utils.logging
+    log: Any = transformers.utils.logging
     enabled = log.is_progress_bar_enabled()
     log.disable_progress_bar()
     try:

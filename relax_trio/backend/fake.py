@@ -1,0 +1,228 @@
+"""A backend for tests on the virtual clock: it answers what it is told, at so many tokens a virtual second.
+
+No thread, no torch. Logprobs are -1.0 each. Not covered: answers from a file (scripted.py).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import trio
+from attrs import define, field, frozen
+
+from relax_trio.backend.base import Attempt, AttemptResult, BackendLoad, WeightSource
+from relax_trio.backend.refuse import refuse_unfit
+from relax_trio.backend.turns import InterruptedTurns
+from relax_trio.data.sample import VersionSpan
+from relax_trio.errors import BackendError, BackendRejected, BackendUnavailable, WeightSyncError
+from relax_trio.ids import Rid, WeightVersion
+
+FAKE_LOGPROB = -1.0
+
+Answers = Sequence[Sequence[int]] | Callable[[Attempt], Sequence[int]]
+"""Token ids of each turn: of a Session's turns in order (each Session reads its own copy), or a function of the turn's
+first attempt."""
+
+
+@frozen(kw_only=True)
+class FakeCall:
+    """One call that the backend took.
+
+    Attributes:
+      name: "generate", "abort", "update_weights" or "close_session".
+      at: seconds on the Trio clock.
+      what: rid, version or session key.
+    """
+
+    name: str
+    at: float
+    what: str
+
+
+@define(eq=False, kw_only=True)
+class _Turn:
+    attempt: Attempt
+    started_at: float
+    interrupt: trio.Event = field(factory=trio.Event)
+    end: Literal["abort", "gone"] | None = None
+
+
+class FakeBackend:
+    """`Backend` without an engine.
+
+    Token k (from 1) of an attempt exists k / `tokens_per_s` seconds after its start. A turn ends with its last id
+    (finish "stop"), at the first stop token id, or at `max_new_tokens` ("length").
+
+    Args:
+      answers: what turns say.
+      tokens_per_s: speed of each attempt; infinite: all at once, after a checkpoint.
+      abort_delay_s: how long an abort takes to act; infinite: it never does.
+      max_context_len, vocab_len: limits that attempts are refused by.
+      version: weight version at the start.
+
+    Attributes:
+      calls: every call in order.
+      attempts: every attempt taken, in order.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        *,
+        tokens_per_s: float = math.inf,
+        abort_delay_s: float = 0.0,
+        max_context_len: int = 32768,
+        vocab_len: int | None = None,
+        version: WeightVersion = WeightVersion("0"),
+    ) -> None:
+        self.calls: list[FakeCall] = []
+        self.attempts: list[Attempt] = []
+        self._answers = answers
+        self._tokens_per_s = tokens_per_s
+        self._abort_delay_s = abort_delay_s
+        self._max_context_len = max_context_len
+        self._vocab_len = vocab_len
+        self._versions: list[tuple[float, WeightVersion]] = [(-math.inf, version)]
+        self._serving = False
+        self._running: dict[Rid, _Turn] = {}
+        self._n_begun: dict[str, int] = {}
+        self._interrupted: InterruptedTurns[tuple[int, ...]] = InterruptedTurns()
+        self._errors: list[BackendError] = []
+
+    @property
+    def max_context_len(self) -> int:
+        """See `Backend`."""
+        return self._max_context_len
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """See `Backend`."""
+        return self._versions[-1][1]
+
+    def fail_next(self, error: BackendError) -> None:
+        """Let the next attempt that is taken raise `error`; may be called several times."""
+        self._errors.append(error)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """See `Backend`."""
+        self._serving = True
+        task_status.started()
+        try:
+            await trio.sleep_forever()
+        finally:
+            self._serving = False
+            for turn in self._running.values():
+                turn.end = "gone"
+                turn.interrupt.set()
+
+    async def generate(self, attempt: Attempt) -> AttemptResult:
+        """See `Backend`. Cancellation: acts at once; the turn's answer is kept for an attempt at the same turn."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if not self._serving:
+            raise BackendUnavailable(f"attempt {attempt.rid}: the fake backend is not serving")
+        refuse_unfit(attempt, running=self._running, max_context_len=self._max_context_len, vocab_len=self._vocab_len)
+        self._note("generate", attempt.rid)
+        self.attempts.append(attempt)
+        if self._errors:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            raise self._errors.pop(0)
+        answer = self._interrupted.take(attempt, lambda: self._begin(attempt))
+        turn = _Turn(attempt=attempt, started_at=trio.current_time())
+        self._running[attempt.rid] = turn
+        finished = False
+        try:
+            ids, finish = _rest(attempt, answer)
+            with trio.move_on_at(turn.started_at + len(ids) / self._tokens_per_s):
+                await turn.interrupt.wait()
+            if turn.end == "gone":
+                raise BackendUnavailable(f"attempt {attempt.rid}: the fake backend ended")
+            result = self._result(turn, ids, finish)
+            finished = result.finish != "abort"
+            return result
+        finally:
+            del self._running[attempt.rid]
+            if not finished:
+                self._interrupted.put_back(attempt, answer)
+
+    async def abort(self, rid: Rid) -> None:
+        """See `Backend`."""
+        self._note("abort", rid)
+        turn = self._running.get(rid)
+        if self._abort_delay_s:
+            await trio.sleep(self._abort_delay_s)
+        else:
+            await trio.lowlevel.checkpoint()
+        if turn is not None and turn.end is None:
+            turn.end = "abort"
+            turn.interrupt.set()
+
+    async def update_weights(self, version: WeightVersion, source: WeightSource) -> None:
+        """See `Backend`."""
+        self._note("update_weights", version)
+        await trio.lowlevel.checkpoint()
+        if source.tensors is None and source.path is None:
+            raise WeightSyncError("a weight source needs tensors or a path; this one has neither")
+        self._versions.append((trio.current_time(), version))
+
+    async def close_session(self, session_key: str) -> None:
+        """See `Backend`."""
+        self._note("close_session", session_key)
+        self._interrupted.close_session(session_key)
+        self._n_begun.pop(session_key, None)
+        await trio.lowlevel.checkpoint()
+
+    def load(self) -> BackendLoad:
+        """See `Backend`."""
+        return BackendLoad(n_running=len(self._running), n_waiting=0)
+
+    def _note(self, name: str, what: str) -> None:
+        self.calls.append(FakeCall(name=name, at=trio.current_time(), what=what))
+
+    def _begin(self, attempt: Attempt) -> tuple[int, ...]:
+        if callable(self._answers):
+            return tuple(self._answers(attempt))
+        number = self._n_begun.get(attempt.session_key, 0)
+        if number >= len(self._answers):
+            raise BackendRejected(f"attempt {attempt.rid}: the fake backend has no answer {number + 1}")
+        self._n_begun[attempt.session_key] = number + 1
+        return tuple(self._answers[number])
+
+    def _result(self, turn: _Turn, ids: Sequence[int], finish: Literal["stop", "length"]) -> AttemptResult:
+        n_done = len(ids)
+        if turn.end == "abort":
+            # What exists by now; the sliver makes up for rounding in the product.
+            elapsed = trio.current_time() - turn.started_at
+            n_done = min(n_done - 1, int(elapsed * self._tokens_per_s + 1e-6)) if elapsed else 0
+        return AttemptResult(
+            token_ids=array("i", ids[:n_done]),
+            logprobs=array("d", [FAKE_LOGPROB] * n_done),
+            finish="abort" if turn.end == "abort" else finish,
+            versions=self._spans(turn.started_at, n_done),
+            cached_len=0,
+        )
+
+    def _spans(self, started_at: float, n_tokens: int) -> tuple[VersionSpan, ...]:
+        """Token k carries the version in force when it came to be."""
+        spans: list[VersionSpan] = []
+        for k in range(1, n_tokens + 1):
+            made_at = started_at + k / self._tokens_per_s
+            version = next(
+                version for since, version in reversed(self._versions) if since < made_at or since == -math.inf
+            )
+            if spans and spans[-1].version == version:
+                spans[-1] = VersionSpan(version=version, n_tokens=spans[-1].n_tokens + 1)
+            else:
+                spans.append(VersionSpan(version=version, n_tokens=1))
+        return tuple(spans)
+
+
+def _rest(attempt: Attempt, answer: Sequence[int]) -> tuple[list[int], Literal["stop", "length"]]:
+    """What is left of the turn's answer after the tokens the attempt already carries."""
+    ids = list(answer[len(attempt.token_ids) - attempt.response_start :])
+    stops = frozenset(attempt.sampling.stop_token_ids)
+    end = next((at + 1 for at, token in enumerate(ids) if token in stops), len(ids))
+    limit = attempt.sampling.max_new_tokens
+    return (ids[:end], "stop") if end <= limit else (ids[:limit], "length")

@@ -1,0 +1,65 @@
+"""What commands that run something share: warnings, the checkpoint by its name, the run directory, how a run ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_trio.config.parse import Resolved
+
+if TYPE_CHECKING:
+    from relax_trio.loop.train import RunSummary
+
+DEMO = "demo"
+
+
+def warn(warnings: tuple[str, ...]) -> None:
+    """Say warnings on stderr."""
+    for warning in warnings:
+        print(f"relax-trio: warning: {warning}", file=sys.stderr)
+
+
+def find_checkpoint(name: str) -> Path:
+    """The directory that `--hf-checkpoint` names; `demo` is made and cached at first use."""
+    if name != DEMO:
+        return Path(name)
+    from relax_trio.demo.checkpoint import ensure_demo_checkpoint  # loads torch
+
+    return ensure_demo_checkpoint()
+
+
+def open_run(resolved: Resolved) -> Path:
+    """Make the run directory and write the resolved configuration into it."""
+    from relax_trio.config.render import render_yaml
+    from relax_trio.observe.rundir import CONFIG_FILE, make_run_dir
+
+    config = resolved.config
+    run_dir = make_run_dir(config.output.output_dir, resume=config.train.load is not None)
+    (run_dir / CONFIG_FILE).write_text(render_yaml(resolved), encoding="utf-8")
+    return run_dir
+
+
+def run_evidence(run_dir: Path) -> Callable[[], AbstractContextManager[None]]:
+    """Log and progress of a run, opened inside its Trio run."""
+    import trio
+
+    from relax_trio.loop.progress import show_progress
+    from relax_trio.observe.log import install_run_log
+
+    @contextmanager
+    def evidence() -> Iterator[None]:
+        with install_run_log(run_dir, clock=trio.current_time), show_progress():
+            yield
+
+    return evidence
+
+
+def finish(summary: RunSummary) -> int:
+    """Say how the run ended; its exit status."""
+    print(f"{summary.n_steps} steps are complete; the run directory is {summary.run_dir}", file=sys.stderr)
+    if summary.checkpoint is not None:
+        print(f"checkpoint: {summary.checkpoint}  (go on with --load {summary.checkpoint.parent})", file=sys.stderr)
+    return 0 if summary.stopped_by is None else 128 + summary.stopped_by

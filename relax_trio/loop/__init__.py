@@ -1,0 +1,1 @@
+"""A run: what a command does once its configuration stands."""

@@ -1,0 +1,59 @@
+"""Rollout without training: run steps with the weights as they are and write their samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_trio.config.tree import Config
+from relax_trio.errors import RelaxTrioError
+from relax_trio.events import emit
+from relax_trio.ids import WeightVersion
+from relax_trio.loop import setup
+from relax_trio.loop.evidence import Evidence
+from relax_trio.loop.train import RunSummary
+from relax_trio.runtime.engine import open_engine
+from relax_trio.runtime.stop import Stop
+from relax_trio.runtime.work import Work
+from relax_trio.sync.cpu import ThreadCpuPool
+
+
+async def rollout(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
+    """Run `--num-rollout` steps (default: one epoch) and write each step's samples and metrics.
+
+    Raises:
+      ConfigError: dataset, checkpoint or hook can't be used.
+      RelaxTrioError: the run failed; complete steps are written.
+
+    Cancellation: as on Ctrl-C; complete steps are written.
+    """
+    dataset = setup.train_dataset(config)
+    n_steps = setup.n_rollout_steps(config, dataset)
+    cpu = ThreadCpuPool(setup.n_cores())
+    codec = setup.load_codec(config, checkpoint)
+    backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
+    evidence = Evidence.open(config, run_dir, cpu, 0)
+    n_done = 0
+    failure: RelaxTrioError | None = None
+    async with open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop) as engine:
+        work = Work(
+            shared=engine.shared,
+            config=config.rollout,
+            limits=setup.train_limits(config, backend.max_context_len),
+            rows=setup.make_rows(config, dataset, None),
+            scorer=setup.make_scorer(config, cpu),
+            heartbeat_s=config.output.stall_warning,
+        )
+        emit("run.started", steps=n_steps, first_step=0, rows=len(dataset), run_dir=str(run_dir))
+        with stop.work():
+            async with work.open():
+                try:
+                    for rollout_id in range(n_steps):
+                        result = await work.run_step(rollout_id)
+                        await evidence.dump(result)
+                        evidence.step(result, {}, {"perf/rollout_time": result.seconds})
+                        n_done = rollout_id + 1
+                except RelaxTrioError as exc:
+                    failure = exc
+    if failure is not None:
+        raise failure
+    return RunSummary(run_dir=run_dir, n_steps=n_done, stopped_by=stop.stopped_by, checkpoint=None)

@@ -1,0 +1,98 @@
+"""The model API without a run: Sessions that no agent process belongs to, for trying an agent by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import trio
+
+from relax_trio.backend.base import Backend
+from relax_trio.backend.scripted import ScriptedBackend, read_answers
+from relax_trio.config.tree import Config
+from relax_trio.data.json import JsonObject
+from relax_trio.data.task import TaskInput
+from relax_trio.ids import GroupId, WeightVersion, place_id
+from relax_trio.loop import setup
+from relax_trio.runtime.engine import Engine, open_engine
+from relax_trio.runtime.session import Session
+from relax_trio.runtime.stop import Stop
+from relax_trio.sync.cpu import ThreadCpuPool
+
+GROUP = GroupId("S0")
+"""Public name of the Group that served Sessions stand in."""
+
+
+async def serve(
+    config: Config, checkpoint: Path, *, answers: Path | None, n_sessions: int, forest_out: Path | None, stop: Stop
+) -> None:
+    """Serve the model API until stopped.
+
+    Prints to stdout, once bound: one RELAX_BASE_URL line, then one RELAX_SESSION_ID line per Session.
+
+    Args:
+      checkpoint: model, or, with `answers`, its tokenizer only.
+      answers: script of answers; every Session reads its own copy in order.
+      forest_out: file that gets the forest on exit: of one Session as it is, of several under "sessions".
+
+    Raises:
+      ConfigError: the port is in use, the script or the checkpoint can't be used.
+
+    Cancellation: leaves; the forest is not written.
+    """
+    cpu = ThreadCpuPool(setup.n_cores())
+    codec = setup.load_codec(config, checkpoint)
+    backend: Backend
+    if answers is None:
+        backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
+    else:
+        backend = ScriptedBackend(read_answers(answers), encode=codec.encode_text, end_of_turn=codec.stop_token_ids[0])
+    async with open_engine(config, stop=stop, backend=backend, codec=codec, cpu=cpu, run_dir=Path()) as engine:
+        sessions = [_make_session(config, engine, index) for index in range(n_sessions)]
+        with stop.work():
+            async with trio.open_nursery() as nursery:
+                for session in sessions:
+                    await nursery.start(_hold, session, name=f"session {session.name}")
+                _announce(engine, sessions)
+                await trio.sleep_forever()
+        if forest_out is not None:
+            _write_forests(forest_out, sessions)
+
+
+def _make_session(config: Config, engine: Engine, index: int) -> Session:
+    """A Session at place S0/index, leased from the start."""
+    lease = trio.Event()
+    lease.set()
+    return Session(
+        place=place_id(GROUP, index),
+        group=GROUP,
+        index=index,
+        sample=index,
+        mode="train",
+        task=TaskInput(row=0, source="serve", prompt="", messages=(), metadata={}),
+        limits=setup.train_limits(config, engine.shared.backend.max_context_len),
+        shared=engine.shared,
+        lease=lease,
+    )
+
+
+async def _hold(session: Session, *, task_status: trio.TaskStatus[None]) -> None:
+    async with session.open():
+        task_status.started()
+        await trio.sleep_forever()
+
+
+def _announce(engine: Engine, sessions: Sequence[Session]) -> None:
+    """Tell a script how to connect; nothing else goes to stdout."""
+    print(f"RELAX_BASE_URL={engine.shared.base_url}", flush=True)
+    for session in sessions:
+        print(f"RELAX_SESSION_ID={session.credential}", flush=True)
+    print(f"operator token for /debug_state and /metrics: {engine.operator_token}", file=sys.stderr, flush=True)
+
+
+def _write_forests(path: Path, sessions: Sequence[Session]) -> None:
+    forests = [session.debug_state(forest=True) for session in sessions]
+    content: JsonObject = forests[0] if len(forests) == 1 else {"sessions": [*forests]}
+    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,182 @@
+"""From a checked configuration to the objects of a run. Everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from attrs import frozen
+
+from relax_trio.backend.embedded.backend import EmbeddedBackend, EmbeddedOptions
+from relax_trio.config.namespace import hook_args
+from relax_trio.config.tree import Config
+from relax_trio.data.dataset import Dataset, load_dataset
+from relax_trio.data.json import JsonObject
+from relax_trio.data.rows import RowStream
+from relax_trio.errors import ConfigError
+from relax_trio.ids import WeightVersion
+from relax_trio.reward.reward import RewardScorer
+from relax_trio.runtime.evaluate import EvalDataset
+from relax_trio.runtime.shared import TurnLimits
+from relax_trio.sync.cpu import CpuPool
+from relax_trio.tokens.codec import ChatCodec
+from relax_trio.train.checkpoint import find_latest, load_state
+
+
+@frozen(kw_only=True)
+class Resume:
+    """Where a resumed run goes on.
+
+    Attributes:
+      checkpoint: one of our checkpoints.
+      rollout_id: first step to run.
+      next_group: number of the next Group.
+      weight_version: version of the checkpoint's weights.
+      rows: position of the row stream.
+    """
+
+    checkpoint: Path
+    rollout_id: int
+    next_group: int
+    weight_version: WeightVersion
+    rows: JsonObject
+
+
+def resume_state(rollout_id: int, next_group: int, weight_version: WeightVersion, rows: JsonObject) -> JsonObject:
+    """What a checkpoint remembers of the loop; read back by `find_resume`."""
+    return {"rollout_id": rollout_id, "next_group": next_group, "weight_version": weight_version, "rows": rows}
+
+
+def find_resume(config: Config) -> Resume | None:
+    """The checkpoint that `--load` names, None without `--load`.
+
+    Raises:
+      ConfigError: there is none, or it is damaged.
+    """
+    directory = config.train.load
+    if directory is None:
+        return None
+    checkpoint = find_latest(directory)
+    if checkpoint is None:
+        raise ConfigError(f"--load {directory}: holds no checkpoint; leave the flag out to begin anew")
+    state = load_state(checkpoint)
+    rollout_id, next_group, rows = state.get("rollout_id"), state.get("next_group"), state.get("rows")
+    if not (isinstance(rollout_id, int) and isinstance(next_group, int) and isinstance(rows, dict)):
+        raise ConfigError(f"checkpoint {checkpoint}: its state.json is not that of a run; name another by --load")
+    return Resume(
+        checkpoint=checkpoint,
+        rollout_id=rollout_id,
+        next_group=next_group,
+        weight_version=WeightVersion(str(state.get("weight_version"))),
+        rows=rows,
+    )
+
+
+def load_codec(config: Config, checkpoint: Path) -> ChatCodec:
+    """Tokenizer, template and parsers of `checkpoint`."""
+    rollout = config.rollout
+    return ChatCodec.load(
+        checkpoint, reasoning_parser=rollout.agentic_reasoning_parser, tool_call_parser=rollout.agentic_tool_call_parser
+    )
+
+
+def make_backend(config: Config, checkpoint: Path, codec: ChatCodec, version: WeightVersion) -> EmbeddedBackend:
+    """The embedded engine, not started yet. Its context is as long as the longest conversation allowed."""
+    lens = (config.rollout.rollout_max_context_len, config.eval.eval_max_context_len)
+    known = [length for length in lens if length is not None]
+    options = EmbeddedOptions(
+        max_batch=config.backend.embedded_max_batch,
+        max_context_len=max(known) if lens[0] is not None else None,
+        dtype=config.backend.embedded_dtype,
+        n_threads=config.backend.embedded_threads,
+        deterministic=config.rollout.deterministic,
+        version=version,
+    )
+    return EmbeddedBackend(checkpoint, options, decode=codec.decode)
+
+
+def train_dataset(config: Config) -> Dataset:
+    """The rows of `--prompt-data`."""
+    data = config.data
+    assert data.prompt_data is not None, "checked before"
+    return load_dataset(
+        data.prompt_data, input_key=data.input_key, label_key=data.label_key, metadata_key=data.metadata_key
+    )
+
+
+def make_rows(config: Config, dataset: Dataset, resume: Resume | None) -> RowStream:
+    """The data source, where the resumed run left it."""
+    rows = RowStream(rows=dataset.rows, seed=config.data.rollout_seed, shuffle=config.data.rollout_shuffle)
+    if resume is not None:
+        rows.restore(resume.rows)
+    return rows
+
+
+def n_rollout_steps(config: Config, dataset: Dataset) -> int:
+    """`--num-rollout`, or the steps of one epoch."""
+    return config.rollout.num_rollout or math.ceil(len(dataset) / config.rollout.rollout_batch_size)
+
+
+def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
+    """The datasets of `--eval-prompt-data`, in their order.
+
+    C_d = `--agentic-eval-concurrency` or ceil(T / G_d), with T = resident train Groups times samples per prompt and
+    G_d = samples per eval prompt.
+    """
+    data, evaluation = config.data, config.eval
+    n_samples = evaluation.n_samples_per_eval_prompt
+    concurrency = evaluation.agentic_eval_concurrency or math.ceil(config.rollout.n_train_sessions / n_samples)
+    words = evaluation.eval_prompt_data
+    return tuple(
+        EvalDataset(
+            name=name,
+            tasks=load_dataset(
+                path,
+                input_key=evaluation.eval_input_key or data.input_key,
+                label_key=evaluation.eval_label_key or data.label_key,
+                metadata_key=data.metadata_key,
+            ).rows,
+            n_samples=n_samples,
+            concurrency=concurrency,
+        )
+        for name, path in zip(words[::2], words[1::2], strict=True)
+    )
+
+
+def train_limits(config: Config, model_len: int) -> TurnLimits:
+    """Limits of train Sessions; `model_len` bounds the context where the configuration doesn't."""
+    rollout = config.rollout
+    return TurnLimits(
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        max_response_len=rollout.rollout_max_response_len,
+        max_context_len=rollout.rollout_max_context_len or model_len,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+        seed=config.data.rollout_seed if rollout.deterministic else None,
+    )
+
+
+def eval_limits(config: Config, model_len: int) -> TurnLimits:
+    """Limits of eval Sessions: the rollout's where eval has none of its own."""
+    rollout, evaluation = config.rollout, config.eval
+    return TurnLimits(
+        temperature=evaluation.eval_temperature,
+        max_response_len=evaluation.eval_max_response_len or rollout.rollout_max_response_len,
+        max_context_len=evaluation.eval_max_context_len or rollout.rollout_max_context_len or model_len,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+        seed=config.data.rollout_seed if rollout.deterministic else None,
+    )
+
+
+def make_scorer(config: Config, cpu: CpuPool) -> RewardScorer:
+    """Reward hooks and their limits."""
+    return RewardScorer(config.reward, hook_args(config), cpu)
+
+
+def n_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))

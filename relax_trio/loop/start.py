@@ -1,0 +1,53 @@
+"""Starts a command's Trio run: signals outermost, then log and progress, then the command's own block."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import trio
+
+from relax_trio.runtime.stop import Stop
+
+T = TypeVar("T")
+
+SWITCH_INTERVAL_S = 0.0005
+"""Python's thread switch interval while torch threads and the event loop share cores: at the default of 5 ms a busy
+thread delays every socket by as much."""
+
+
+def run_command(body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], AbstractContextManager[None]]) -> T | None:
+    """Run `body` to its end or to a signal.
+
+    Args:
+      body: the command; works inside `stop.work()`.
+      evidence: opens log and progress for the run; called inside it.
+
+    Returns:
+      What `body` returned; None when a signal ended the run before its work had begun.
+
+    Raises:
+      RelaxTrioError: expected failures, alone or in exception groups.
+      SystemExit: with status 130 or 143, when a signal ended the run before its work had begun.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    result, stop = trio.run(_main, body, evidence, restrict_keyboard_interrupt_to_checkpoints=True)
+    if result is None and stop.stopped_by is not None:
+        raise SystemExit(128 + stop.stopped_by)
+    return result
+
+
+async def _main(
+    body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], AbstractContextManager[None]]
+) -> tuple[T | None, Stop]:
+    stop = Stop()
+    result: T | None = None
+    with evidence():
+        async with trio.open_nursery() as nursery:
+            await nursery.start(stop.watch, name="signals")
+            with stop.run():
+                result = await body(stop)
+            nursery.cancel_scope.cancel(reason="the run ended")
+    return result, stop

@@ -1,0 +1,79 @@
+"""Credit: the base number that each row of a Group gets from the Group's rewards. Pure.
+
+Not covered: advantages of tokens (train/advantage.py), rewards (reward.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from relax_trio.config.tree import RewardConfig
+from relax_trio.data.sample import Sample
+from relax_trio.errors import CreditError
+from relax_trio.reward.value import primary_reward
+
+STD_EPS = 1e-6
+"""Added to the standard deviation, so that a Group of nearly equal rewards gets no enormous credit."""
+
+
+def assign_credit(samples_of_group: Sequence[Sample], config: RewardConfig) -> None:
+    """Set `advantage` on every row of one complete Group.
+
+    One logical Session, named by its place, counts as one reward.
+
+    Raises:
+      CreditError: a Session without reward, with a reward object that `--reward-key` doesn't open, or with several
+        exported contexts: one outcome doesn't say what each of them deserves. No row is changed then.
+    """
+    assert len({sample.group for sample in samples_of_group}) <= 1, "credit is a matter of one Group"
+    _refuse_several_contexts(samples_of_group)
+    rewards = [primary_reward(sample, config.reward_key) for sample in samples_of_group]
+    values = grpo_credits(rewards, normalize_std=config.grpo_std_normalization)
+    if not all(math.isfinite(value) for value in values):
+        raise CreditError(
+            f"group {samples_of_group[0].group}: its rewards lie too far apart to be normalized "
+            f"({min(rewards):g} to {max(rewards):g}); scale them"
+        )
+    for sample, value in zip(samples_of_group, values, strict=True):
+        sample.advantage = value
+
+
+def grpo_credits(rewards: Sequence[float], *, normalize_std: bool = True) -> list[float]:
+    """Group-relative credit.
+
+        A_i = (r_i - mean(r)) / (std(r) + eps)      std(r)^2 = sum_i (r_i - mean(r))^2 / (n - 1),  eps = 1e-6
+
+    Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2. The paper leaves open which standard deviation;
+    this is the sample one (n - 1), as in TRL, verl and slime. Without `normalize_std` the credit is only centred,
+    A_i = r_i - mean(r): Liu et al. 2025, Dr. GRPO, arXiv:2503.20783.
+
+    Equal rewards, one reward among them, give exactly 0.0. Sums are exact, so the order of rewards does not matter.
+
+    Args:
+      rewards: one finite number per Session, (n,).
+
+    Returns:
+      (n,) credits in the same order; not finite only where the squares leave the range of a float.
+    """
+    n = len(rewards)
+    if n == 0 or min(rewards) == max(rewards):
+        return [0.0] * n
+    mean = math.fsum(reward / n for reward in rewards)
+    centred = [reward - mean for reward in rewards]
+    if not normalize_std:
+        return centred
+    std = math.sqrt(math.fsum(c * c / (n - 1) for c in centred))
+    return [c / (std + STD_EPS) if math.isfinite(std) else math.nan for c in centred]
+
+
+def _refuse_several_contexts(samples: Sequence[Sample]) -> None:
+    names: dict[str, list[str]] = {}
+    for sample in samples:
+        names.setdefault(sample.place, []).append(sample.name or "(implicit)")
+    for place, exported in names.items():
+        if len(exported) > 1:
+            raise CreditError(
+                f"session {place} exported several contexts ({', '.join(exported)}), but one outcome does not say how "
+                "much credit each of them deserves: export one context per Session"
+            )

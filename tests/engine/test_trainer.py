@@ -1,0 +1,477 @@
+"""The trainer on tiny random models: gradients, learning, skipping, cancellation, save and resume."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import pytest
+import torch
+import trio
+from attrs import evolve
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from relax_trio.config.tree import TrainConfig
+from relax_trio.data.sample import Sample
+from relax_trio.errors import ConfigError, TrainError
+from relax_trio.ids import GroupId, PlaceId
+from relax_trio.sync.cpu import InlineCpuPool
+from relax_trio.train.checkpoint import find_latest, load_state
+from relax_trio.train.packing import micro_batches, row_weights
+from relax_trio.train.policy import Distribution, Policy, load_model
+from relax_trio.train.recompute import logprob_gap, recompute_logprobs
+from relax_trio.train.settings import TrainerSettings
+from relax_trio.train.trainer import open_trainer
+from relax_trio.train.update import Updater
+
+pytestmark = pytest.mark.engine
+
+VOCAB = 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+CPU = torch.device("cpu")
+
+
+def tiny_model(kind="qwen3", seed=0):
+    torch.manual_seed(seed)
+    if kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
+    elif kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    else:
+        model = Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_implementation="eager"))
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.2)  # far from uniform, so that mistakes show
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Qwen3 checkpoint with a tokenizer."""
+    path = tmp_path_factory.mktemp("hf")
+    tiny_model().save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template="{{ messages }}").save_pretrained(path)
+    return path
+
+
+def make_sample(tokens, mask, *, index=0, advantage=1.0, logprobs=None, group_index=0):
+    return Sample(
+        prompt="",
+        response="",
+        label=None,
+        tokens=array("i", tokens),
+        response_length=len(mask),
+        loss_mask=bytearray(mask),
+        rollout_log_probs=array("d", logprobs or [0.0] * len(mask)),
+        reward=None,
+        metadata={},
+        index=index,
+        group_index=group_index,
+        status="completed",
+        weight_versions=(),
+        place=PlaceId(f"G{group_index}/{index}"),
+        group=GroupId(f"G{group_index}"),
+        name=None,
+        row=0,
+        messages=(),
+        turn_lens=(),
+        advantage=advantage,
+    )
+
+
+def rollout(model, n, *, temperature=1.0, seed=0, max_len=12):
+    """On-policy rows of varied length, with untrained stretches, logprobs taken from unpadded full logits."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(n):
+        prompt_len, response_len = (int(torch.randint(1, max_len, (1,), generator=generator)) for _ in range(2))
+        tokens = torch.randint(0, VOCAB, (prompt_len,), generator=generator).tolist()
+        mask, logprobs = [], []
+        for t in range(response_len):
+            with torch.no_grad():
+                log_probs = (model(torch.tensor([tokens])).logits[0, -1] / (temperature or 1.0)).log_softmax(-1)
+            token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
+            mask.append(int(t % 3 != 1))
+            logprobs.append(float(log_probs[token]) if mask[-1] else 0.0)
+            tokens.append(token)
+        advantage = float(torch.randn(1, generator=generator))
+        rows.append(make_sample(tokens, mask, index=index // 2, advantage=advantage, logprobs=logprobs))
+    return rows
+
+
+def off_policy(samples, seed=1):
+    """The same rows as if another policy had sampled them."""
+    noise = torch.Generator().manual_seed(seed)
+    return [
+        evolve(
+            s,
+            rollout_log_probs=array(
+                "d",
+                [
+                    p + 0.3 * float(torch.randn(1, generator=noise)) if m else 0.0
+                    for p, m in zip(s.rollout_log_probs, s.loss_mask, strict=True)
+                ],
+            ),
+        )
+        for s in samples
+    ]
+
+
+def settings(**train):
+    distribution = train.pop("distribution", Distribution())
+    deterministic = train.pop("deterministic", False)
+    return TrainerSettings(
+        train=TrainConfig(**{"lr": 1e-3, **train}), distribution=distribution, deterministic=deterministic, device=CPU
+    )
+
+
+def gradient_of(model, samples, *, policy=None, **train):
+    """Flat gradient of one optimizer batch, as the trainer accumulates it."""
+    config = settings(**train)
+    updater = Updater(policy or Policy(model), config)
+    weights = row_weights(samples, per_token=config.train.calculate_per_token_loss)
+    stats = updater.accumulate(micro_batches(samples, weights, config.train.micro_batch_size))
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return gradient, stats
+
+
+def plain_gradient(model, samples, *, temperature=1.0, eps=0.2):
+    """The same from the definition: one row at a time, full logits, no padding, autograd over scalars."""
+    n_of = {}
+    for s in samples:
+        n_of[s.index] = n_of.get(s.index, 0) + sum(s.loss_mask)
+    model.zero_grad()
+    total = 0.0
+    for s in samples:
+        log_probs = (model(torch.tensor([list(s.tokens)])).logits[0] / temperature).log_softmax(-1)
+        start = len(s.tokens) - s.response_length
+        for t, trained in enumerate(s.loss_mask):
+            if trained:
+                ratio = (log_probs[start + t - 1, s.tokens[start + t]] - s.rollout_log_probs[t]).exp()
+                surrogate = torch.min(ratio * s.advantage, ratio.clamp(1 - eps, 1 + eps) * s.advantage)
+                total = total - surrogate / (n_of[s.index] * len(n_of))
+    total.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return gradient, float(total.detach())
+
+
+def relative(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_is_that_of_the_formula_over_unpadded_rows(kind, temperature):
+    model = tiny_model(kind).double()
+    samples = off_policy(rollout(model, 6, temperature=temperature))
+    expected, loss = plain_gradient(model, samples, temperature=temperature)
+    distribution = Distribution(temperature=temperature)
+    gradient, stats = gradient_of(model, samples, distribution=distribution, micro_batch_size=4)
+    assert relative(gradient, expected) < 1e-6
+    assert stats.sums["train/loss"] == pytest.approx(loss, rel=1e-6)
+    in_float32, _ = gradient_of(model.float(), samples, distribution=distribution, micro_batch_size=4)
+    assert relative(in_float32, expected) < 1e-5
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_any_split_into_micro_batches_has_the_gradient_of_one_batch(per_token):
+    model = tiny_model().double()
+    samples = off_policy(rollout(model, 9))
+    whole, stats = gradient_of(model, samples, micro_batch_size=9, calculate_per_token_loss=per_token)
+    for size in (1, 2, 4):
+        split, split_stats = gradient_of(model, samples, micro_batch_size=size, calculate_per_token_loss=per_token)
+        assert relative(split, whole) < 1e-6
+        assert split_stats.sums == pytest.approx(stats.sums, rel=1e-6)
+        assert split_stats.n_tokens == stats.n_tokens == sum(sum(s.loss_mask) for s in samples)
+
+
+def test_splitting_a_session_into_contexts_leaves_the_gradient_as_it_was():
+    model = tiny_model().double()
+    samples = [evolve(s, index=i) for i, s in enumerate(off_policy(rollout(model, 4)))]
+    whole, _ = gradient_of(model, samples)
+    halves = []
+    for s in samples:
+        middle = s.response_length // 2
+        for first, last in ((0, middle), (middle, s.response_length)):
+            mask = [int(m and first <= t < last) for t, m in enumerate(s.loss_mask)]
+            halves.append(evolve(s, loss_mask=bytearray(mask)))
+    split, _ = gradient_of(model, halves)
+    assert relative(split, whole) < 1e-6
+
+
+def test_logits_computed_in_chunks_have_the_same_gradient():
+    model = tiny_model("llama").double()
+    samples = rollout(model, 5)
+    whole, stats = gradient_of(model, samples)
+    chunked, chunked_stats = gradient_of(model, samples, policy=Policy(model, chunk_elements=3 * VOCAB))
+    assert relative(chunked, whole) < 1e-6
+    assert chunked_stats.sums == pytest.approx(stats.sums, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_recomputed_logprobs_equal_those_of_unpadded_rollout(kind, temperature):
+    model = tiny_model(kind)
+    samples = rollout(model, 7, temperature=temperature)
+    found = recompute_logprobs(model, samples, temperature=temperature, micro_batch_size=3)
+    assert [len(row) for row in found] == [s.response_length for s in samples]
+    assert logprob_gap(samples, found) < 1e-5
+    assert all(
+        v == 0.0 for row, s in zip(found, samples, strict=True) for v, m in zip(row, s.loss_mask, strict=True) if not m
+    )
+
+
+def test_recomputing_with_other_weights_shows_a_gap(checkpoint):
+    samples = rollout(tiny_model(), 3)
+    assert logprob_gap(samples, recompute_logprobs(checkpoint, samples, temperature=1.0)) < 1e-5
+    assert logprob_gap(samples, recompute_logprobs(tiny_model(seed=5), samples, temperature=1.0)) > 0.1
+    assert logprob_gap(samples, recompute_logprobs(checkpoint, samples, temperature=0.5)) > 0.1
+
+
+async def test_a_phase_tells_its_metrics_and_makes_the_next_version(checkpoint):
+    trainer = await open_trainer(settings(lr=2e-3), checkpoint)
+    samples = rollout(tiny_model(), 8)
+    before = trainer.weights().tensors
+    kept = {name: t.clone() for name, t in before.items()}
+    assert trainer.weight_version == "0"
+    metrics = await trainer.step(0, samples)
+    assert trainer.weight_version == "1"
+    assert metrics["train/rollout_logprob_abs_diff"] < 1e-5
+    assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/ppo_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["train/pg_clipfrac"] == 0.0
+    assert 0 < metrics["train/entropy"] < math.log(VOCAB)
+    assert metrics["train/grad_norm"] > 0
+    assert metrics["train/lr"] == 2e-3
+    assert metrics["train/n_tokens"] == sum(sum(s.loss_mask) for s in samples)
+    assert (metrics["train/n_samples"], metrics["train/n_optimizer_steps"]) == (8, 1)
+    assert all(torch.equal(before[name], kept[name]) for name in kept), "published weights never change"
+    after = trainer.weights().tensors
+    assert after.keys() == before.keys() == dict(tiny_model().named_parameters()).keys()
+    assert not any(torch.equal(after[name], kept[name]) for name in kept)
+    assert trainer.weights() is trainer.weights()
+
+
+async def test_the_gap_to_rollout_is_taken_before_any_weight_changes(checkpoint):
+    samples = rollout(tiny_model(), 8)
+    trainer = await open_trainer(settings(lr=0.05, global_batch_size=1), checkpoint)
+    metrics = await trainer.step(0, samples)
+    assert metrics["train/n_optimizer_steps"] == 4  # Sessions, two rows each
+    assert metrics["train/rollout_logprob_abs_diff"] < 1e-5
+    assert metrics["train/pg_clipfrac"] > 0.1, "later optimizer steps are off-policy"
+    assert trainer.weight_version == "1"
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+async def test_a_token_with_advantage_gets_more_likely_and_one_with_negative_advantage_less(checkpoint, advantage):
+    trainer = await open_trainer(settings(lr=3e-3), checkpoint)
+    model = tiny_model()
+    prompt, token = [3, 1, 4], 15
+    log_probs = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    history = [float(log_probs[token].detach())]
+    for step in range(4):
+        sample = make_sample([*prompt, token], [1], advantage=advantage, logprobs=[history[-1]])
+        await trainer.step(step, [sample])
+        model.load_state_dict(trainer.weights().tensors, strict=False)
+        history.append(recompute_logprobs(model, [sample], temperature=1.0)[0][0])
+    assert history == sorted(history, reverse=advantage < 0)
+    assert abs(history[-1] - history[0]) > 0.1
+
+
+async def test_a_learning_rate_of_zero_changes_no_bit(checkpoint):
+    trainer = await open_trainer(settings(lr=0.0), checkpoint)
+    before = trainer.weights().tensors
+    await trainer.step(0, rollout(tiny_model(), 4))
+    after = trainer.weights().tensors
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_clip_grad_bounds_the_gradient_and_tells_its_norm_before(checkpoint):
+    model = tiny_model()
+    samples = rollout(model, 6)
+    gradient, _ = gradient_of(model, samples)
+    for clip in (0.0, 1e-3):
+        updater = Updater(Policy(tiny_model()), settings(clip_grad=clip))
+        metrics = updater.run_phase(samples, lambda: None).metrics
+        assert metrics["train/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
+
+
+async def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(checkpoint, events):
+    model = tiny_model()
+    samples = rollout(model, 4)
+    trainer = await open_trainer(settings(global_batch_size=1), checkpoint)
+    updater = trainer._updater
+    parameter = next(updater.policy.model.parameters())
+    broken = iter([True, False])
+    parameter.register_hook(lambda g: g * math.nan if next(broken) else g)
+    metrics = await trainer.step(7, samples)
+    assert (metrics["train/n_skipped_steps"], metrics["train/n_optimizer_steps"]) == (1, 1)
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert [(e.name, e.fields["rollout"], e.fields["step"]) for e in events] == [("optimizer_step.skipped", 7, 0)]
+    assert all(t.isfinite().all() for t in trainer.weights().tensors.values())
+
+    before = trainer.weights().tensors
+    broken = iter([True, True])
+    metrics = await trainer.step(8, samples)
+    assert (metrics["train/n_skipped_steps"], metrics["train/n_optimizer_steps"]) == (2, 0)
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert all(torch.equal(before[name], t) for name, t in trainer.weights().tensors.items())
+    assert trainer.weight_version == "2"
+
+
+async def test_rows_the_model_cannot_read_are_refused_before_training(checkpoint):
+    trainer = await open_trainer(settings(), checkpoint)
+    with pytest.raises(TrainError, match=f"from 1 to {VOCAB}, but the trained model has {VOCAB} tokens"):
+        await trainer.step(0, [make_sample([1, VOCAB], [1])])
+    with pytest.raises(TrainError, match="none of the 1 rows"):
+        await trainer.step(0, [make_sample([1, 2], [0])])
+    with pytest.raises(TrainError, match="none of the 0 rows"):
+        await trainer.step(0, [])
+    assert trainer.weight_version == "0"
+
+
+async def test_deterministic_training_does_not_depend_on_the_order_of_arrival(checkpoint):
+    samples = [evolve(s, group_index=i // 4, index=i) for i, s in enumerate(rollout(tiny_model(), 8))]
+    results = []
+    for arrival in (samples, samples[::-1]):
+        trainer = await open_trainer(settings(deterministic=True, global_batch_size=4, micro_batch_size=2), checkpoint)
+        results.append((await trainer.step(0, arrival), trainer.weights().tensors))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[0][1][name], t) for name, t in results[1][1].items())
+
+
+async def test_a_cancel_before_the_first_weight_change_leaves_the_old_weights(checkpoint, monkeypatch):
+    trainer = await open_trainer(settings(micro_batch_size=1), checkpoint)
+    before = trainer.weights().tensors
+    n_scored = cancel_at_first_score(monkeypatch, scope := trio.CancelScope())
+    with scope:
+        await trainer.step(0, rollout(tiny_model(), 4))
+    assert scope.cancelled_caught
+    assert len(n_scored) == 1, "the phase ends after the micro-batch at work"
+    assert trainer.weight_version == "0"
+    assert trainer.weights().tensors is before
+    monkeypatch.undo()
+    fresh = await open_trainer(settings(micro_batch_size=1), checkpoint)
+    samples = rollout(tiny_model(), 4)
+    assert await trainer.step(0, samples) == await fresh.step(0, samples)
+
+
+async def test_a_cancel_after_it_lets_the_phase_run_whole(checkpoint, monkeypatch):
+    trainer = await open_trainer(settings(micro_batch_size=2, global_batch_size=1), checkpoint)
+    n_scored = cancel_at_first_score(monkeypatch, scope := trio.CancelScope())
+    with scope:
+        metrics = await trainer.step(0, rollout(tiny_model(), 6))
+        await trio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert metrics["train/n_optimizer_steps"] == len(n_scored) == 3
+    assert trainer.weight_version == "1"
+
+
+def cancel_at_first_score(monkeypatch, scope):
+    """Cancel `scope` while the first micro-batch is at work; returns the list that counts them."""
+    score, seen = Policy.score, []
+
+    def scoring(self, batch, distribution):
+        if not seen:
+            trio.from_thread.run_sync(scope.cancel)
+        seen.append(batch)
+        return score(self, batch, distribution)
+
+    monkeypatch.setattr(Policy, "score", scoring)
+    return seen
+
+
+async def test_a_resumed_run_computes_the_same_losses_and_weights_bit_by_bit(checkpoint, tmp_path):
+    phases = [off_policy(rollout(tiny_model(), 6, seed=seed), seed=seed) for seed in range(5)]
+    config = settings(lr_warmup_iters=3, weight_decay=0.1, global_batch_size=2, deterministic=True)
+    unbroken = await open_trainer(config, checkpoint)
+    losses = [await unbroken.step(i, samples) for i, samples in enumerate(phases)]
+
+    first = await open_trainer(config, checkpoint)
+    again = [await first.step(i, phases[i]) for i in range(2)]
+    await first.save(tmp_path, {"rollout_id": 1, "data": {"epoch": 0, "position": 12}})
+    random = torch.rand(3)
+    found = find_latest(tmp_path)
+    assert load_state(found) == {"rollout_id": 1, "data": {"epoch": 0, "position": 12}}
+    second = await open_trainer(config, checkpoint, resume=found)
+    assert torch.equal(torch.rand(3), random), "torch's random state is part of the checkpoint"
+    assert second.weight_version == "2"
+    again += [await second.step(i, phases[i]) for i in range(2, 5)]
+
+    assert again == losses
+    final, expected = second.weights().tensors, unbroken.weights().tensors
+    assert all(torch.equal(final[name], expected[name]) for name in expected)
+
+
+async def test_a_checkpoint_is_a_hugging_face_model_with_its_tokenizer(checkpoint, tmp_path, events):
+    trainer = await open_trainer(settings(), checkpoint)
+    await trainer.step(0, rollout(tiny_model(), 4))
+    path = await trainer.save(tmp_path, {"rollout_id": 0})
+    assert path == tmp_path / "step_000001"
+    assert [(e.name, e.fields["version"]) for e in events] == [("checkpoint.saved", "1")]
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer("w3").input_ids == [3]
+    assert tokenizer.chat_template == "{{ messages }}"
+    weights = trainer.weights().tensors
+    assert all(torch.equal(p.detach(), weights[name]) for name, p in model.named_parameters())
+    next_run = await open_trainer(settings(), path)
+    assert next_run.weight_version == "0", "as --hf-checkpoint it is a model to begin from"
+
+
+async def test_a_damaged_or_foreign_checkpoint_is_refused_by_file(checkpoint, tmp_path):
+    trainer = await open_trainer(settings(), checkpoint)
+    path = await trainer.save(tmp_path / "a", {})
+    content = (path / "trainer.pt").read_bytes()
+    (path / "trainer.pt").write_bytes(b"\0" * len(content))
+    with pytest.raises(ConfigError, match=r"trainer\.pt cannot be resumed from"):
+        await open_trainer(settings(), checkpoint, resume=path)
+    (path / "trainer.pt").write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match=r"trainer\.pt has \d+ bytes instead of"):
+        await open_trainer(settings(), checkpoint, resume=path)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        await open_trainer(settings(), tmp_path / "missing")
+    other = Updater(Policy(tiny_model("llama")), settings())
+    other.run_phase(rollout(tiny_model(), 2), lambda: None)
+    mine = Updater(Policy(load_model(checkpoint, CPU)), settings())
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        mine.restore(other.state())
+
+
+async def test_resuming_with_another_learning_rate_uses_the_new_one(checkpoint, tmp_path):
+    samples = rollout(tiny_model(), 4)
+    trainer = await open_trainer(settings(lr=1e-3), checkpoint)
+    await trainer.step(0, samples)
+    path = await trainer.save(tmp_path, {})
+    resumed = await open_trainer(settings(lr=0.0, weight_decay=0.5), checkpoint, resume=path)
+    before = resumed.weights().tensors
+    assert (await resumed.step(1, samples))["train/lr"] == 0.0
+    assert all(torch.equal(before[name], t) for name, t in resumed.weights().tensors.items())
+
+
+async def test_the_trainer_runs_in_place_for_tests_without_threads(checkpoint):
+    trainer = await open_trainer(settings(), checkpoint, pool=InlineCpuPool())
+    assert (await trainer.step(0, rollout(tiny_model(), 2)))["train/n_optimizer_steps"] == 1
