@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from relax_trio.data.record import SessionOutput
 from relax_trio.data.task import TaskInput
@@ -28,7 +28,7 @@ class AgentSpec:
 
     place: PlaceId
     group: GroupId
-    credential: Credential
+    credential: Credential = field(repr=False)
     base_url: str
     mode: Literal["train", "eval"]
     task: TaskInput

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from relax_trio.backend.base import Attempt, AttemptResult, BackendLoad, WeightSource
 from relax_trio.backend.refuse import refuse_unfit
@@ -44,10 +44,10 @@ class FakeCall:
 
 @define(eq=False, kw_only=True)
 class _Turn:
-    attempt: Attempt
     started_at: float
-    interrupt: trio.Event = field(factory=trio.Event)
-    end: Literal["abort", "gone"] | None = None
+    wait: trio.CancelScope
+    aborted: bool = False
+    gone: bool = False
 
 
 class FakeBackend:
@@ -59,7 +59,7 @@ class FakeBackend:
     Args:
       answers: what turns say.
       tokens_per_s: speed of each attempt; infinite: all at once, after a checkpoint.
-      abort_delay_s: how long an abort takes to act; infinite: it never does.
+      abort_delay_s: how long after its call an abort acts; infinite: it never does.
       max_context_len, vocab_len: limits that attempts are refused by.
       version: weight version at the start.
 
@@ -76,7 +76,7 @@ class FakeBackend:
         abort_delay_s: float = 0.0,
         max_context_len: int = 32768,
         vocab_len: int | None = None,
-        version: WeightVersion = WeightVersion("0"),
+        version: str = "0",
     ) -> None:
         self.calls: list[FakeCall] = []
         self.attempts: list[Attempt] = []
@@ -85,7 +85,7 @@ class FakeBackend:
         self._abort_delay_s = abort_delay_s
         self._max_context_len = max_context_len
         self._vocab_len = vocab_len
-        self._versions: list[tuple[float, WeightVersion]] = [(-math.inf, version)]
+        self._versions: list[tuple[float, WeightVersion]] = [(-math.inf, WeightVersion(version))]
         self._serving = False
         self._running: dict[Rid, _Turn] = {}
         self._n_begun: dict[str, int] = {}
@@ -115,8 +115,8 @@ class FakeBackend:
         finally:
             self._serving = False
             for turn in self._running.values():
-                turn.end = "gone"
-                turn.interrupt.set()
+                turn.gone = True
+                turn.wait.cancel(reason="the fake backend ended")
 
     async def generate(self, attempt: Attempt) -> AttemptResult:
         """See `Backend`. Cancellation: acts at once; the turn's answer is kept for an attempt at the same turn."""
@@ -127,20 +127,22 @@ class FakeBackend:
         self._note("generate", attempt.rid)
         self.attempts.append(attempt)
         if self._errors:
+            error = self._errors.pop(0)
             await trio.lowlevel.cancel_shielded_checkpoint()
-            raise self._errors.pop(0)
+            raise error
         answer = self._interrupted.take(attempt, lambda: self._begin(attempt))
-        turn = _Turn(attempt=attempt, started_at=trio.current_time())
+        ids, finish = _rest(attempt, answer)
+        now = trio.current_time()
+        turn = _Turn(started_at=now, wait=trio.CancelScope(deadline=now + len(ids) / self._tokens_per_s))
         self._running[attempt.rid] = turn
         finished = False
         try:
-            ids, finish = _rest(attempt, answer)
-            with trio.move_on_at(turn.started_at + len(ids) / self._tokens_per_s):
-                await turn.interrupt.wait()
-            if turn.end == "gone":
+            with turn.wait:
+                await trio.sleep_forever()
+            if turn.gone:
                 raise BackendUnavailable(f"attempt {attempt.rid}: the fake backend ended")
             result = self._result(turn, ids, finish)
-            finished = result.finish != "abort"
+            finished = not turn.aborted
             return result
         finally:
             del self._running[attempt.rid]
@@ -151,13 +153,11 @@ class FakeBackend:
         """See `Backend`."""
         self._note("abort", rid)
         turn = self._running.get(rid)
-        if self._abort_delay_s:
-            await trio.sleep(self._abort_delay_s)
-        else:
-            await trio.lowlevel.checkpoint()
-        if turn is not None and turn.end is None:
-            turn.end = "abort"
-            turn.interrupt.set()
+        acts_at = trio.current_time() + self._abort_delay_s
+        if turn is not None and acts_at < turn.wait.deadline:
+            turn.aborted = True
+            turn.wait.deadline = acts_at
+        await trio.lowlevel.checkpoint()
 
     async def update_weights(self, version: WeightVersion, source: WeightSource) -> None:
         """See `Backend`."""
@@ -192,14 +192,13 @@ class FakeBackend:
 
     def _result(self, turn: _Turn, ids: Sequence[int], finish: Literal["stop", "length"]) -> AttemptResult:
         n_done = len(ids)
-        if turn.end == "abort":
+        if turn.aborted:
             # What exists by now; the sliver makes up for rounding in the product.
-            elapsed = trio.current_time() - turn.started_at
-            n_done = min(n_done - 1, int(elapsed * self._tokens_per_s + 1e-6)) if elapsed else 0
+            n_done = min(n_done, int((trio.current_time() - turn.started_at) * self._tokens_per_s + 1e-6))
         return AttemptResult(
             token_ids=array("i", ids[:n_done]),
             logprobs=array("d", [FAKE_LOGPROB] * n_done),
-            finish="abort" if turn.end == "abort" else finish,
+            finish="abort" if turn.aborted else finish,
             versions=self._spans(turn.started_at, n_done),
             cached_len=0,
         )
@@ -209,9 +208,7 @@ class FakeBackend:
         spans: list[VersionSpan] = []
         for k in range(1, n_tokens + 1):
             made_at = started_at + k / self._tokens_per_s
-            version = next(
-                version for since, version in reversed(self._versions) if since < made_at or since == -math.inf
-            )
+            version = next(version for since, version in reversed(self._versions) if since <= made_at)
             if spans and spans[-1].version == version:
                 spans[-1] = VersionSpan(version=version, n_tokens=spans[-1].n_tokens + 1)
             else:

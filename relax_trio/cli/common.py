@@ -22,13 +22,17 @@ def warn(warnings: tuple[str, ...]) -> None:
         print(f"relax-trio: warning: {warning}", file=sys.stderr)
 
 
-def find_checkpoint(name: str) -> Path:
-    """The directory that `--hf-checkpoint` names; `demo` is made and cached at first use."""
+def find_checkpoint(name: str, progress: Callable[[int, int, float], None] | None = None) -> Path:
+    """The directory that `--hf-checkpoint` names; `demo` is made and cached at first use.
+
+    Args:
+      progress: told (step, steps, loss) while it is made.
+    """
     if name != DEMO:
         return Path(name)
     from relax_trio.demo.checkpoint import ensure_demo_checkpoint  # loads torch
 
-    return ensure_demo_checkpoint()
+    return ensure_demo_checkpoint(progress=progress)
 
 
 def open_run(resolved: Resolved) -> Path:

@@ -1,7 +1,8 @@
-"""The configuration as people read it: the resolved tree, `--help` and the reference page."""
+"""The configuration as people read it: the resolved tree, as flags and as a file, `--help`, the reference page."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import textwrap
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from relax_trio.config.parse import Resolved
+from relax_trio.config.parse import DEFAULT, Resolved
 from relax_trio.config.spec import FlagSpec, config_specs, section_title
 
 WIDTH = 100
@@ -35,6 +36,19 @@ def render_tree(resolved: Resolved) -> str:
         lines = [f"  {setting:<{width}}  {origin}" for setting, origin in rows]
         blocks.append("\n".join([section, *lines]))
     return "\n\n".join(blocks) + "\n"
+
+
+def render_yaml(resolved: Resolved) -> str:
+    """The tree as a file for `--config` that gives the same values, with the origin above what is no default.
+
+    Variables of `--agent-env` whose names tell of a secret are left out and named in a comment.
+    """
+    blocks = []
+    for section, specs in _sections(config_specs()):
+        values = getattr(resolved.config, section)
+        entries = [_yaml_entry(spec, getattr(values, spec.name), resolved.origins[spec.name]) for spec in specs]
+        blocks.append(f"{section}:\n" + textwrap.indent("".join(entries), "  "))
+    return "\n".join(blocks)
 
 
 def render_help(usage: str, summary: str, own: Iterable[FlagSpec] = ()) -> str:
@@ -100,6 +114,30 @@ def _text(spec: FlagSpec, value: object) -> str:
     if isinstance(value, str | Path):
         return shlex.quote(str(value))
     return str(value).removesuffix(".0")
+
+
+def _yaml_entry(spec: FlagSpec, value: object, origin: str) -> str:
+    comments = [] if origin == DEFAULT else [origin]
+    if isinstance(value, Mapping):
+        comments += [f"{key} is not written down" for key in value if _SECRET.search(key)]
+        value = {key: item for key, item in value.items() if not _SECRET.search(key)}
+    above = "".join(f"# {' '.join(comment.split())}\n" for comment in comments)
+    return f"{above}{spec.name}: {_yaml_value(value)}\n"
+
+
+def _yaml_value(value: object) -> str:
+    """One line of YAML. Texts are quoted, so that none is read as something else."""
+    import yaml  # here, because most commands never write a file
+
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_yaml_value(key)}: {_yaml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_yaml_value(item) for item in value) + "]"
+    if isinstance(value, str | Path):
+        dumped = yaml.safe_dump(str(value), allow_unicode=True, default_style='"', width=math.inf)
+    else:
+        dumped = yaml.safe_dump(value)
+    return dumped.partition("\n")[0]
 
 
 def _placeholder(spec: FlagSpec) -> str:

@@ -93,16 +93,15 @@ def train_tokenizer(vocab_len: int) -> DemoTokenizer:
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_len,
+        vocab_size=vocab_len - len(MARK_TOKENS),
         min_frequency=2,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[
-            *(AddedToken(text, special=True, normalized=False) for text in CONTROL_TOKENS),
-            *(AddedToken(text, special=False, normalized=False) for text in MARK_TOKENS),
-        ],
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in CONTROL_TOKENS],
     )
     bpe.train_from_iterator(_training_texts(), trainer)
+    # Not through the trainer, which would make them special whatever their flag says, and decoders would skip them.
+    bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARK_TOKENS])
     return DemoTokenizer(bpe)
 
 

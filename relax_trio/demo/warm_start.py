@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from relax_trio.demo.recipe import DemoRecipe, WarmStartRecipe
-from relax_trio.demo.task import demonstration, draw_question
+from relax_trio.demo.task import draw_question, demonstration
 from relax_trio.demo.tokenizer import END_OF_TURN, DemoTokenizer, first_prompt_text, tool_result_text
 
 if TYPE_CHECKING:
@@ -85,10 +85,12 @@ def demonstration_rows(tokenizer: DemoTokenizer, recipe: DemoRecipe) -> list[Row
     pieces: list[str] = []
     owners: list[tuple[int, bool]] = []
     n_rows = numbers.n_steps * numbers.batch_len
+    careful = evolve(numbers, guess_share=0.0, stop_share=0.0, forget_share=0.0)
     for row in range(n_rows):
+        habits = careful if row < numbers.n_careful_steps * numbers.batch_len else numbers
         n_operations = 1 if rng.random() < recipe.one_operation_share else 2
         question = draw_question(rng, n_operations=n_operations, held_out=False)
-        for observation, response in demonstration(question, rng, numbers):
+        for observation, response in demonstration(question, rng, habits):
             pieces.append(first_prompt_text(question.text) if observation is None else tool_result_text(observation))
             pieces.append(response + END_OF_TURN)
             owners += [(row, False), (row, True)]

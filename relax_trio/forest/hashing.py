@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from relax_trio.data.json import JsonObject, JsonValue, canonical_json
-from relax_trio.data.messages import Content, Message, TextPart
+from relax_trio.data.messages import Message, Part, TextPart
 from relax_trio.ids import StateHash
 
-_NONE: Final = b"-"
 _ROOT_TAG: Final = "root"
 
 
@@ -60,22 +59,21 @@ def visible_hash(message: Message) -> bytes:
 
 
 def _digest(message: Message, reasoning: str | None) -> bytes:
-    parts = [message.role.encode(), _content(message.content), _text(reasoning), _text(message.tool_call_id)]
-    for call in message.tool_calls:
-        parts += [_text(call.id), _text(call.name), _text(call.arguments)]
-    return hashlib.sha256(b"".join(parts)).digest()
-
-
-def _content(content: Content) -> bytes:
+    content = message.content
     if content is None or isinstance(content, str):
-        return _text(content or "")
-    pieces = [b"t" + _text(part.text) if isinstance(part, TextPart) else b"i" + _text(part.url) for part in content]
-    return b"[%d:" % len(pieces) + b"".join(pieces)
+        text = _field(content or "")
+    else:
+        text = f"[{len(content)}:" + "".join(_part(part) for part in content)
+    whole = f"{message.role}{text}{_field(reasoning)}{_field(message.tool_call_id)}"
+    for call in message.tool_calls:
+        whole += f"{_field(call.id)}{_field(call.name)}{_field(call.arguments)}"
+    return hashlib.sha256(whole.encode()).digest()
 
 
-def _text(text: str | None) -> bytes:
-    """Length-prefixed, so that no two field lists share one byte string."""
-    if text is None:
-        return _NONE
-    data = text.encode()
-    return b"%d:" % len(data) + data
+def _part(part: Part) -> str:
+    return f"t{_field(part.text)}" if isinstance(part, TextPart) else f"i{_field(part.url)}"
+
+
+def _field(text: str | None) -> str:
+    """Length-prefixed, so that no two field lists make one text."""
+    return "-" if text is None else f"{len(text)}:{text}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from relax_trio.data.messages import Message
 from relax_trio.forest.hashing import message_hash, next_state, visible_hash
@@ -91,7 +91,8 @@ class StateIndex:
         written = next_state(reading.state, digest)
         node = self.nodes.get(written)
         if node is not None:
-            after.append(_Reading(written, evolve(reading.at, node=node, n_matched=n_messages)))
+            at = Position(node=node, n_matched=n_messages, restored=reading.at.restored)
+            after.append(_Reading(written, at))
         elif written in self._interior:
             after.append(_Reading(written, reading.at))
         if unechoed == "restore" and message.role == "assistant" and message.reasoning_content is None:

@@ -79,7 +79,10 @@ def sample_from_json(value: JsonObject) -> Sample:
 
 def message_to_json(message: Message) -> JsonObject:
     """Give a message in the Chat shape; content that is absent is written as null."""
-    return {"content": None, **message.to_chat()} if message.content is None else message.to_chat()
+    out = message.to_chat()
+    if message.content is None:
+        out["content"] = None
+    return out
 
 
 def message_from_json(value: JsonObject) -> Message:

@@ -26,6 +26,11 @@ from relax_trio.sync.cpu import CpuPool
 MAX_TRACEBACK_CHARS = 4000
 """The end of a hook's traceback that an error shows."""
 
+MAX_SUMMARY_CHARS = 500
+"""The beginning of a hook's exception that an error repeats."""
+
+_ASYNCIO_SIGNS = ("no running event loop", "trio.run received unrecognized yield message")
+
 
 @frozen(kw_only=True)
 class Hook:
@@ -141,8 +146,8 @@ def _too_slow(hook: Hook, place: str, limit_s: float) -> RewardError:
 
 def _story(hook: Hook, place: str, exc: Exception) -> str:
     """Name hook, place and exception; then the advice where one is known; then the hook's own frames."""
-    lines = [f"session {place}: {hook.flag} {hook.path} raised {type(exc).__name__}: {exc}"]
-    if isinstance(exc, RuntimeError) and "no running event loop" in str(exc):
+    lines = [f"session {place}: {hook.flag} {hook.path} raised {type(exc).__name__}: {str(exc)[:MAX_SUMMARY_CHARS]}"]
+    if any(sign in str(exc) for sign in _ASYNCIO_SIGNS):
         lines.append(
             "The hook uses asyncio, but hooks are awaited on Trio's loop: use a Trio library (httpx, anyio), or make "
             "it a plain `def` (it then runs in a worker thread) that calls asyncio.run itself."

@@ -16,8 +16,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import trio
 from attrs import define, field, frozen
@@ -27,7 +28,10 @@ from relax_trio.errors import EngineFault
 from relax_trio.events import emit
 from relax_trio.sync.cleanup import cleanup_scope
 from relax_trio.warden.tree import KILL_WAIT_S
-from relax_trio.warden.wire import Order, Report, Unpacker, pack
+from relax_trio.warden.wire import Unpacker, pack
+
+if TYPE_CHECKING:
+    from relax_trio.warden.wire import Order, Report
 
 MAX_TERM_GRACE_S = 15.0
 """Longest grace between SIGTERM and SIGKILL that the bound of a clean-up leaves room for, in seconds."""
@@ -139,6 +143,7 @@ class Warden:
         self._children: dict[int, Child] = {}
         self._n_spawned = 0
         self._is_closing = False
+        self._has_died = False
         self._is_gone = False
         self._orders_in: trio.MemorySendChannel[Order] | None = None
         self._stream: trio.SocketStream | None = None
@@ -158,37 +163,30 @@ class Warden:
 
         Cancellation: the program is told to end, kills what is left and is reaped; bounded.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            program = await trio.lowlevel.open_process(
-                _command(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for the engine, which then decides
-                cwd="/",
-            )
+        program, stream = await _start_program()
         self.pid = program.pid
-        self._stream = stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self._stream = stream
         # Unbounded: orders are posted from plain functions, a few for each open block.
-        self._orders_in, orders_out = trio.open_memory_channel[Order](math.inf)
+        orders_out: trio.MemoryReceiveChannel[Order]
+        self._orders_in, orders_out = trio.open_memory_channel(math.inf)
         unpacker = Unpacker()
-        has_died = False
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_send_orders, orders_out, stream, name="warden orders")
                 await self._hear(stream, unpacker, task_status)
-                has_died = not self._is_closing
+                self._has_died = not self._is_closing
                 nursery.cancel_scope.cancel(reason="the warden's stream ended")
         finally:
             self.hurry()
             with cleanup_scope(KILL_WAIT_S + _ANSWER_S, "warden"):
                 await self._hear(stream, unpacker, trio.TASK_STATUS_IGNORED)
                 await program.wait()
-            self._settle_all(orphaned=has_died)
+            self._settle_all(orphaned=self._has_died)
             stream.socket.close()
-        if has_died:
-            raise EngineFault(f"the warden (pid {self.pid}) died with status {program.returncode}; its processes die too")
+        if self._has_died:
+            raise EngineFault(
+                f"the warden (pid {self.pid}) died, status {program.returncode}; its processes die too"
+            )
 
     @asynccontextmanager
     async def process(
@@ -222,16 +220,7 @@ class Warden:
         if not 0 <= term_grace_s <= MAX_TERM_GRACE_S:
             raise ValueError(f"process {name}: the grace is 0 to {MAX_TERM_GRACE_S:g} s, not {term_grace_s:g}")
         ident, child = self._register(name)
-        self._post(
-            {
-                "op": "spawn",
-                "id": ident,
-                "argv": list(argv),
-                "cwd": str(Path(cwd).absolute()),
-                "env": dict(env),
-                "log": str(Path(log_path).absolute()),
-            }
-        )
+        self._post(_spawn_order(ident, argv, cwd, env, log_path))
         try:
             await child._wait_started()
             yield child
@@ -259,10 +248,10 @@ class Warden:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _register(self, name: str) -> tuple[int, Child]:
+        if self._has_died or self._orders_in is None:
+            raise EngineFault(f"process {name}: the warden does not run")
         if self._is_closing:
             raise OSError(errno.ECANCELED, "the warden is closing: nothing can be started", name)
-        if self._is_gone or self._orders_in is None:
-            raise EngineFault(f"process {name}: the warden does not run")
         self._n_spawned += 1
         child = self._children[self._n_spawned] = Child(name)
         return self._n_spawned, child
@@ -306,6 +295,36 @@ async def _send_orders(orders: trio.MemoryReceiveChannel[Order], stream: trio.So
                 await stream.send_all(pack(order))
     except trio.BrokenResourceError:
         pass  # the warden is gone or hurried; the reader notices
+
+
+def _spawn_order(ident: int, argv: Sequence[str], cwd: Path, env: Mapping[str, str], log_path: Path) -> Order:
+    """The order to start a process; the warden has another working directory, so paths are made absolute."""
+    return {
+        "op": "spawn",
+        "id": ident,
+        "argv": list(argv),
+        "cwd": os.path.abspath(cwd),
+        "env": dict(env),
+        "log": os.path.abspath(log_path),
+    }
+
+
+async def _start_program() -> tuple[trio.Process, trio.SocketStream]:
+    """Start the warden program; returns it and our end of the stream."""
+    with ExitStack() as on_error:
+        ours, theirs = socket.socketpair()
+        on_error.enter_context(ours)
+        with theirs:
+            program = await trio.lowlevel.open_process(
+                _command(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C is for the engine, which then decides
+                cwd="/",
+            )
+        on_error.pop_all()
+    return program, trio.SocketStream(trio.socket.from_stdlib_socket(ours))
 
 
 def _command(fd: int) -> list[str]:

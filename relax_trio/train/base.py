@@ -41,7 +41,7 @@ class Trainer(Protocol):
           Means of nothing, when every optimizer step was skipped, are 0.0.
 
         Raises:
-          TrainError: the rows cannot be trained on; the weights are those from before.
+          TrainError: the rows cannot be trained on, or the training failed; the trainer is as before the phase.
 
         Cancellation: the weights are those from before the phase or those after it, never between: `weight_version`
         says which.

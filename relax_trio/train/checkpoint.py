@@ -68,9 +68,11 @@ def write_checkpoint(
             disk.write_text(part / MANIFEST, json.dumps({"format": FORMAT, "files": _sizes(part)}, indent=2) + "\n")
             disk.sync_tree(part)
             _put(part, target, disk)
-    except TrainError:
-        if part.exists():
+    except TrainError as exc:
+        try:
             disk.remove(part)
+        except OSError as left:
+            exc.add_note(f"{part} is left behind ({left}); the next save removes it")
         raise
     return target
 
@@ -161,7 +163,7 @@ def _candidates(directory: Path) -> Iterator[Path]:
     if not directory.is_dir():
         return
     latest = directory / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
     if _STEP.fullmatch(named):
         yield _place(directory, named)
     names = {match[1] or match[0] for path in directory.iterdir() if (match := _name(path))}

@@ -6,16 +6,11 @@ only a chunk of them at a time. Knows nothing of losses and optimizers.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from attrs import frozen
-from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 
 from relax_trio.config.tree import RolloutConfig
-from relax_trio.errors import ConfigError, boundary
 from relax_trio.train.packing import Batch
 
 CHUNK_ELEMENTS = 1 << 26
@@ -119,29 +114,6 @@ class Policy:
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def load_model(path: Path, device: torch.device) -> torch.nn.Module:
-    """Load a Hugging Face checkpoint directory as a float32 causal LM on `device`. Blocking; for a worker thread.
-
-    Raises:
-      ConfigError: not a checkpoint of a causal LM, or unreadable.
-    """
-    with boundary(
-        ConfigError, f"checkpoint {path} cannot be loaded", OSError, ValueError, KeyError, RuntimeError, SafetensorError
-    ):
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch.float32, local_files_only=True
-        )
-    for parameter in model.parameters():
-        # Fresh memory: kernels may round differently by alignment, and loaded weights can lie anywhere in a file.
-        parameter.data = parameter.data.to(device, copy=True)
-    return model.to(device)
-
-
-def default_device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _score_hidden(
     head: torch.nn.Module, hidden: torch.Tensor, recorded: torch.Tensor, distribution: Distribution
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +135,8 @@ def _body_and_head(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Li
     Some models scale or cap logits after the head, so the claim is tried on a few tokens instead of believed.
     """
     body = getattr(model, "base_model", None)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head_of = getattr(model, "get_output_embeddings", None)
+    head = head_of() if callable(head_of) else None
     if not isinstance(body, torch.nn.Module) or body is model or not isinstance(head, torch.nn.Linear):
         return None
     ids = torch.arange(min(8, head.out_features), device=head.weight.device)[None]  # (1, 8)

@@ -11,7 +11,8 @@ from attrs import evolve
 
 from relax_trio.data.sample import Sample
 from relax_trio.train.packing import micro_batches
-from relax_trio.train.policy import Distribution, Policy, default_device, load_model
+from relax_trio.train.policy import Distribution, Policy
+from relax_trio.train.pretrained import default_device, load_model
 
 
 def recompute_logprobs(

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from relax_trio.errors import ConfigError, TrainError, boundary
 from relax_trio.train.checkpoint import verify
+from relax_trio.train.pretrained import save_model
 from relax_trio.train.update import Updater
 
 TRAINER = "trainer.pt"
@@ -59,7 +60,7 @@ def write_payload(directory: Path, updater: Updater, companions: Mapping[str, by
       TrainError: a file could not be written.
     """
     with boundary(TrainError, f"checkpoint in {directory}", OSError, RuntimeError, SafetensorError):
-        updater.policy.model.save_pretrained(directory)  # type: ignore[operator]
+        save_model(updater.policy.model, directory)
         for name, content in companions.items():
             file = directory / name
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,8 @@ import torch
 from attrs import field, frozen
 
 from relax_trio.config.tree import Config, TrainConfig
-from relax_trio.train.policy import Distribution, default_device
+from relax_trio.train.policy import Distribution
+from relax_trio.train.pretrained import default_device
 from relax_trio.train.schedule import learning_rate, n_optimizer_steps
 
 

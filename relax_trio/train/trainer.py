@@ -18,11 +18,11 @@ from relax_trio.ids import WeightVersion
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
 from relax_trio.train.base import Trainer, version_of
 from relax_trio.train.checkpoint import write_checkpoint
-from relax_trio.train.policy import Policy, load_model
+from relax_trio.train.policy import Policy
+from relax_trio.train.pretrained import load_model
 from relax_trio.train.resume import read_companions, restore, write_payload
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.update import PhaseResult, Updater
-from relax_trio.train.weights import snapshot
 
 __all__ = ["TorchTrainer", "Trainer", "open_trainer"]
 
@@ -35,7 +35,7 @@ class TorchTrainer:
     """
 
     def __init__(self, updater: Updater, companions: Mapping[str, bytes], pool: CpuPool) -> None:
-        """Take over a loaded model; copies its weights once, in place.
+        """Take over a loaded model; blocking work goes through `pool`.
 
         Args:
           updater: the model and its optimizer; nobody else may use them.
@@ -45,7 +45,6 @@ class TorchTrainer:
         self._updater = updater
         self._companions = companions
         self._pool = pool
-        self._weights = snapshot(updater.policy.model)
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -55,9 +54,8 @@ class TorchTrainer:
     async def step(self, rollout_id: int, samples: Sequence[Sample]) -> dict[str, float]:
         """See `Trainer.step`.
 
-        Cancellation: asked for between micro-batches until the first weight changes, so that it waits for one
-        micro-batch (forward and backward); after that it waits for the rest of the phase and the weights are the new
-        ones. With one optimizer step per phase the wait is the last micro-batch and the AdamW step.
+        Cancellation: asked for between micro-batches, so that it waits for one of them (forward and backward) and, if
+        it was the last, for the AdamW step. A phase given up is undone; one that has ended returns its metrics.
         """
         with boundary(TrainError, f"training on rollout step {rollout_id} failed", RuntimeError, IndexError):
             result = await self._pool.run(self._run_phase, samples)
@@ -67,7 +65,7 @@ class TorchTrainer:
 
     def weights(self) -> WeightSource:
         """See `Trainer.weights`. The same copy until the next phase ends."""
-        return self._weights
+        return self._updater.weights
 
     async def save(self, directory: Path, state: JsonObject) -> Path:
         """See `Trainer.save`. Cancellation: once begun, waits for the writing (seconds per GB of weights)."""
@@ -78,7 +76,6 @@ class TorchTrainer:
 
     def _run_phase(self, samples: Sequence[Sample]) -> PhaseResult:
         result = self._updater.run_phase(samples, _check_cancelled)
-        self._weights = snapshot(self._updater.policy.model)
         assert all(math.isfinite(value) for value in result.metrics.values()), "metrics are JSON numbers"
         return result
 

@@ -5,8 +5,10 @@ Runs in a worker thread and knows nothing of Trio: the caller hands in what to a
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from relax_trio.train.packing import Batch, micro_batches, row_order, row_weight
 from relax_trio.train.policy import Policy
 from relax_trio.train.schedule import learning_rate
 from relax_trio.train.settings import TrainerSettings
+from relax_trio.train.weights import put_back, snapshot
 
 
 @define(eq=False, kw_only=True)
@@ -68,12 +71,14 @@ class Updater:
       policy: the model being trained.
       n_phases: completed phases.
       n_steps: optimizer steps tried, the skipped ones included: the schedule's position.
+      weights: a copy of the model's weights as of the last completed phase.
     """
 
     def __init__(self, policy: Policy, settings: TrainerSettings) -> None:
         self.policy = policy
         self.n_phases = 0
         self.n_steps = 0
+        self.weights = snapshot(policy.model)
         self._settings = settings
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
         train = settings.train
@@ -92,10 +97,13 @@ class Updater:
 
         Args:
           samples: the rows.
-          check_stop: raises to give the phase up; asked between micro-batches until the first weight changes.
+          check_stop: raises to give the phase up; asked between micro-batches.
 
         Raises:
-          TrainError: nothing to train on, or malformed rows; raised before any weight changes.
+          TrainError: nothing to train on, or malformed rows.
+
+        Whatever is raised, model and optimizer are as before the phase. For that, a phase of several optimizer steps
+        keeps a copy of the optimizer's state (8 bytes a parameter) while it runs.
         """
         rows = row_order(samples) if self._settings.deterministic else list(samples)
         train = self._settings.train
@@ -108,14 +116,15 @@ class Updater:
             raise TrainError(f"none of the {len(rows)} rows of the step has a trained token")
         self._check_vocabulary(packed)
         report = _PhaseReport()
-        changed = False
-        for batches in packed:
-            stats = self.accumulate(batches, (lambda: None) if changed else check_stop)
-            lr = learning_rate(train, self.n_steps, self._settings.n_total)
-            norm = self._apply(lr, stats)
-            report.add(stats, norm, lr, self.n_steps)
-            changed = changed or math.isfinite(norm)
-            self.n_steps += 1
+        with self._all_or_nothing(n_steps=len(packed)):
+            for batches in packed:
+                stats = self.accumulate(batches, check_stop)
+                lr = learning_rate(train, self.n_steps, self._settings.n_total)
+                norm = self._apply(lr, stats)
+                report.add(stats, norm, lr, self.n_steps)
+                self.n_steps += 1
+            weights = snapshot(self.policy.model)
+        self.weights = weights
         self.n_phases += 1
         return report.result(len(rows))
 
@@ -147,6 +156,22 @@ class Updater:
                 raise ValueError("the optimizer's tensors don't have the model's shapes")
         self.n_phases = int(state["n_phases"])
         self.n_steps = int(state["n_steps"])
+
+    @contextmanager
+    def _all_or_nothing(self, *, n_steps: int) -> Iterator[None]:
+        """Undo the optimizer steps of a block that raises."""
+        first_step = self.n_steps
+        # After the only optimizer step of a phase little is left that could fail: not worth the memory of a copy.
+        optimizer = copy.deepcopy(self._optimizer.state_dict()) if n_steps > 1 else None
+        try:
+            yield
+        except BaseException:
+            self._optimizer.zero_grad(set_to_none=True)
+            put_back(self.policy.model, self.weights)
+            self.n_steps = first_step
+            if optimizer is not None:
+                self._optimizer.load_state_dict(optimizer)
+            raise
 
     def _backward(self, batch: Batch, stats: StepStats) -> None:
         train = self._settings.train

@@ -14,3 +14,11 @@ def snapshot(model: torch.nn.Module) -> WeightSource:
     aren't trained and aren't included.
     """
     return WeightSource(tensors={name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def put_back(model: torch.nn.Module, source: WeightSource) -> None:
+    """Give the model the weights of one of its snapshots, in place."""
+    assert source.tensors is not None, "a snapshot has tensors"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.tensors[name])

@@ -1,7 +1,7 @@
 """The messages between the engine and the warden, and their framing.
 
 A message is a JSON object; on the engine's stream it is led by its length (4 bytes, big-endian). Undecodable bytes in
-paths and variables travel as lone surrogates, which JSON escapes. Standard library only; also used by the engine's side.
+paths and variables travel as lone surrogates, which JSON escapes. Standard library only; the engine's side uses it too.
 
 Orders, engine → warden:
   spawn  id, argv, cwd, env, log   start a process in a session of its own, its output appended to the file `log`

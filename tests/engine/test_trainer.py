@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from array import array
 
 import pytest
 import torch
 import trio
 from attrs import evolve
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +31,8 @@ from relax_trio.ids import GroupId, PlaceId
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.train.checkpoint import find_latest, load_state
 from relax_trio.train.packing import micro_batches, row_weights
-from relax_trio.train.policy import Distribution, Policy, load_model
+from relax_trio.train.policy import Distribution, Policy
+from relax_trio.train.pretrained import load_model
 from relax_trio.train.recompute import logprob_gap, recompute_logprobs
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.trainer import open_trainer
@@ -363,10 +366,10 @@ async def test_deterministic_training_does_not_depend_on_the_order_of_arrival(ch
     assert all(torch.equal(results[0][1][name], t) for name, t in results[1][1].items())
 
 
-async def test_a_cancel_before_the_first_weight_change_leaves_the_old_weights(checkpoint, monkeypatch):
+async def test_a_cancelled_phase_ends_after_the_micro_batch_at_work_and_leaves_the_old_weights(checkpoint, monkeypatch):
     trainer = await open_trainer(settings(micro_batch_size=1), checkpoint)
     before = trainer.weights().tensors
-    n_scored = cancel_at_first_score(monkeypatch, scope := trio.CancelScope())
+    n_scored = cancel_at_score(1, monkeypatch, scope := trio.CancelScope())
     with scope:
         await trainer.step(0, rollout(tiny_model(), 4))
     assert scope.cancelled_caught
@@ -379,9 +382,25 @@ async def test_a_cancel_before_the_first_weight_change_leaves_the_old_weights(ch
     assert await trainer.step(0, samples) == await fresh.step(0, samples)
 
 
-async def test_a_cancel_after_it_lets_the_phase_run_whole(checkpoint, monkeypatch):
+async def test_a_cancel_between_two_optimizer_steps_undoes_the_first(checkpoint, monkeypatch):
+    config = settings(micro_batch_size=2, global_batch_size=1)
+    trainer, fresh = await open_trainer(config, checkpoint), await open_trainer(config, checkpoint)
+    first, second = rollout(tiny_model(), 6), rollout(tiny_model(), 6, seed=1)
+    assert await trainer.step(0, first) == await fresh.step(0, first)
+    n_scored = cancel_at_score(2, monkeypatch, scope := trio.CancelScope())
+    with scope:
+        await trainer.step(1, second)
+    assert scope.cancelled_caught
+    assert len(n_scored) == 2
+    assert trainer.weight_version == "1"
+    monkeypatch.undo()
+    assert await trainer.step(1, second) == await fresh.step(1, second), "weights, moments and step count are back"
+    assert same_tensors(trainer.weights(), fresh.weights())
+
+
+async def test_a_cancel_in_the_last_micro_batch_lets_the_phase_end(checkpoint, monkeypatch):
     trainer = await open_trainer(settings(micro_batch_size=2, global_batch_size=1), checkpoint)
-    n_scored = cancel_at_first_score(monkeypatch, scope := trio.CancelScope())
+    n_scored = cancel_at_score(3, monkeypatch, scope := trio.CancelScope())
     with scope:
         metrics = await trainer.step(0, rollout(tiny_model(), 6))
         await trio.lowlevel.checkpoint()
@@ -390,14 +409,20 @@ async def test_a_cancel_after_it_lets_the_phase_run_whole(checkpoint, monkeypatc
     assert trainer.weight_version == "1"
 
 
-def cancel_at_first_score(monkeypatch, scope):
-    """Cancel `scope` while the first micro-batch is at work; returns the list that counts them."""
+def same_tensors(a, b):
+    return a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(t, b.tensors[name]) for name, t in a.tensors.items()
+    )
+
+
+def cancel_at_score(n, monkeypatch, scope):
+    """Cancel `scope` while the nth micro-batch is at work; returns the list that counts them."""
     score, seen = Policy.score, []
 
     def scoring(self, batch, distribution):
-        if not seen:
-            trio.from_thread.run_sync(scope.cancel)
         seen.append(batch)
+        if len(seen) == n:
+            trio.from_thread.run_sync(scope.cancel)
         return score(self, batch, distribution)
 
     monkeypatch.setattr(Policy, "score", scoring)
@@ -475,3 +500,33 @@ async def test_resuming_with_another_learning_rate_uses_the_new_one(checkpoint, 
 async def test_the_trainer_runs_in_place_for_tests_without_threads(checkpoint):
     trainer = await open_trainer(settings(), checkpoint, pool=InlineCpuPool())
     assert (await trainer.step(0, rollout(tiny_model(), 2)))["train/n_optimizer_steps"] == 1
+
+
+async def test_a_phase_that_fails_halfway_is_undone_and_can_be_saved_and_tried_again(checkpoint, tmp_path, monkeypatch):
+    trainer = await open_trainer(settings(global_batch_size=1), checkpoint)
+    samples, score, calls = rollout(tiny_model(), 4), Policy.score, []
+
+    def failing(self, batch, distribution):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return score(self, batch, distribution)
+
+    monkeypatch.setattr(Policy, "score", failing)
+    with pytest.raises(TrainError, match="rollout step 3 failed: RuntimeError: out of memory"):
+        await trainer.step(3, samples)
+    assert trainer.weight_version == "0"
+    path = await trainer.save(tmp_path, {})
+    saved = dict(load_model(path, CPU).named_parameters())
+    assert all(torch.equal(saved[name], t) for name, t in tiny_model().named_parameters())
+    fresh = await open_trainer(settings(global_batch_size=1), checkpoint)
+    assert await trainer.step(3, samples) == await fresh.step(3, samples)
+
+
+async def test_a_checkpoint_that_lacks_a_tensor_is_refused_not_filled_with_noise(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors of its model: model\.norm\.weight"):
+        await open_trainer(settings(), tmp_path / "hf")

@@ -100,7 +100,7 @@ async def test_the_first_failure_cancels_the_other_calls_and_comes_out_bare(rm, 
             cancelled.append(sample.index)
             raise
 
-    with pytest.raises(RewardError, match="session G0/1.*the judge is gone"):
+    with pytest.raises(RewardError, match=r"session G0/1.*the judge is gone"):
         await rm(fn).score(rows(3))
 
     assert trio.current_time() == 2.0

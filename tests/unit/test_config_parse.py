@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from attrs import frozen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_trio.config.option import option
@@ -292,6 +292,7 @@ words = st.text(max_size=8) | st.sampled_from([f"--{spec.flag}" for spec in conf
 
 
 @given(st.lists(words, max_size=6))
+@settings(deadline=None)
 def test_any_words_give_a_configuration_or_a_config_error(argv):
     try:
         resolved = parse_config(argv)

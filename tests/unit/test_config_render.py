@@ -6,11 +6,13 @@ import shlex
 from pathlib import Path
 
 from attrs import frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from relax_trio.config.namespace import hook_args
 from relax_trio.config.option import option
 from relax_trio.config.parse import parse_config
-from relax_trio.config.render import render_help, render_reference, render_tree
+from relax_trio.config.render import render_help, render_reference, render_tree, render_yaml
 from relax_trio.config.spec import config_specs, section_specs
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +57,35 @@ def test_the_flags_of_a_printed_tree_parse_to_the_same_configuration():
     units = {spec.unit for spec in config_specs()} - {""}
     again = parse_config([word for word in words if word not in units])
     assert again.config == parse_config(argv).config
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
+
+
+@given(command=texts, stops=st.lists(texts, min_size=1, max_size=3), value=texts, lr=st.floats(0, 1e3))
+@settings(deadline=None, max_examples=50)
+def test_a_written_file_gives_the_same_configuration(tmp_path_factory, command, stops, value, lr):
+    argv = [
+        f"--agent-command={command}",
+        "--agent-env",
+        f"A={value}",
+        "C=007",
+        f"--lr={lr}",
+        "--rollout-stop-token-ids",
+    ]
+    resolved = parse_config([*argv, "5", "6", "--save=x: y"], defaults={"rollout_stop": tuple(stops)})
+    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    path.write_text(render_yaml(resolved), encoding="utf-8")
+    assert parse_config(["--config", str(path)]).config == resolved.config
+
+
+def test_a_written_file_names_origins_and_holds_no_secret():
+    text = render_yaml(parse_config(["--agent-env", "API_KEY=s1", "A=1", "--lr", "0.5"]))
+    assert "s1" not in text
+    assert 'agent_env: {"A": "1"}' in text
+    assert "  # command line\n  # API_KEY is not written down\n" in text
+    assert "  # command line\n  lr: 0.5\n" in text
+    assert "  seed: 1234\n" in text
 
 
 @frozen(kw_only=True)

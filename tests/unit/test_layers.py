@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "relax_trio"
 
 LAYERS = [
-    {"errors", "ids"},
+    {"errors", "ids", "warden"},
     {"config", "events"},
     {"data"},
     {"sync", "forest"},

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import trio
+from attrs import evolve
 
 from relax_trio.errors import ConfigError, RewardError
 from relax_trio.reward.hooks import call_hook, load_hook
 from relax_trio.sync.cpu import InlineCpuPool, ThreadCpuPool
 
-SOURCE = '''
+SOURCE = """
 import asyncio, functools, threading
 
 NUMBER = 3
@@ -36,8 +38,8 @@ partial_rm = functools.partial(rm)
 def takes_one(sample):
     return 0.0
 
-def with_keyword(args, sample, *, evaluation):
-    return evaluation
+def needs_keyword(args, sample, *, tokenizer):
+    return 0.0
 
 def with_default(args, sample, evaluation=None):
     return evaluation
@@ -60,8 +62,11 @@ async def failing_async(args, sample):
 def stops(args, sample):
     raise StopIteration
 
-async def uses_asyncio(args, sample):
+async def yields_to_asyncio(args, sample):
     await asyncio.sleep(0)
+
+async def asks_for_the_loop(args, sample):
+    await asyncio.sleep(0.01)
 
 async def own_time_limit(args, sample):
     import trio
@@ -70,22 +75,31 @@ async def own_time_limit(args, sample):
 
 def long_story(args, sample):
     raise ValueError("x" * 100_000)
-'''
+"""
+
+
+def load(name):
+    return load_hook("--custom-rm-path", f"my_hooks_under_test.{name}", parameters=("args", "sample"))
 
 
 @pytest.fixture
 def hooks(tmp_path, monkeypatch):
     (tmp_path / "my_hooks_under_test.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    yield lambda name: load_hook("--custom-rm-path", f"my_hooks_under_test.{name}", parameters=("args", "sample"))
-    import sys
-
+    sys.modules.pop("my_hooks_under_test", None)
+    yield load
     sys.modules.pop("my_hooks_under_test", None)
 
 
 async def call(hook, *, cpu=None, limit_s=60.0, **optional):
     return await call_hook(
-        hook, SimpleNamespace(), "a sample", place="G7/2", cpu=cpu or InlineCpuPool(), limit_s=limit_s, optional=optional
+        hook,
+        SimpleNamespace(),
+        "a sample",
+        place="G7/2",
+        cpu=cpu or InlineCpuPool(),
+        limit_s=limit_s,
+        optional=optional,
     )
 
 
@@ -97,6 +111,7 @@ async def call(hook, *, cpu=None, limit_s=60.0, **optional):
         ("my_hooks_under_test.NUMBER", "not a function"),
         ("rm", "package.module.function"),
         ("my_hooks_under_test.takes_one", r"takes_one\(args, sample\)"),
+        ("my_hooks_under_test.needs_keyword", "'tokenizer'"),
     ],
 )
 def test_a_hook_that_cannot_be_called_is_refused_when_it_is_loaded(hooks, path, says):
@@ -123,9 +138,7 @@ async def test_every_kind_of_callable_is_called(hooks, name, is_async, value):
     assert await call(hook) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("rm", 1.0), ("with_keyword", True), ("with_default", True), ("with_any", ["evaluation"])]
-)
+@pytest.mark.parametrize(("name", "value"), [("rm", 1.0), ("with_default", True), ("with_any", ["evaluation"])])
 async def test_a_hook_gets_the_optional_keywords_that_it_takes(hooks, name, value):
     assert await call(hooks(name), evaluation=True) == value
 
@@ -156,9 +169,10 @@ async def test_odd_exceptions_are_the_hooks_failure_too(hooks, name, says):
         await call(hooks(name))
 
 
-async def test_a_hook_written_for_asyncio_is_told_what_to_do(hooks):
+@pytest.mark.parametrize("name", ["yields_to_asyncio", "asks_for_the_loop"])
+async def test_a_hook_written_for_asyncio_is_told_what_to_do(hooks, name):
     with pytest.raises(RewardError, match="hooks are awaited on Trio's loop"):
-        await call(hooks("uses_asyncio"))
+        await call(hooks(name))
 
 
 async def test_the_traceback_in_the_error_is_bounded(hooks):
@@ -179,9 +193,7 @@ async def test_a_sync_hook_that_hangs_is_left_behind_when_its_time_is_over():
     pool = ThreadCpuPool(1)
     try:
         with trio.fail_after(20), pytest.raises(RewardError, match=r"did not answer within 0.05 s.*--rm-timeout"):
-            await call_hook(
-                _replace(hook, hang), SimpleNamespace(), "a sample", place="G7/2", cpu=pool, limit_s=0.05
-            )
+            await call_hook(evolve(hook, fn=hang), SimpleNamespace(), "a sample", place="G7/2", cpu=pool, limit_s=0.05)
     finally:
         let_go.set()
     with trio.fail_after(20):
@@ -205,9 +217,3 @@ async def test_time_spent_waiting_for_a_thread_does_not_count():
             let_go.set()
 
     assert results == ["in time"]
-
-
-def _replace(hook, fn):
-    from attrs import evolve
-
-    return evolve(hook, fn=fn)

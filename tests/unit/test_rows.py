@@ -139,6 +139,7 @@ def apply(stream, steps, out):
 
 
 @given(n_rows=st.integers(1, 12), shuffle=st.booleans(), seed=st.integers(0, 5), steps=operations)
+@settings(deadline=None)
 def test_no_row_is_lost_or_doubled(n_rows, shuffle, seed, steps):
     """Epoch by epoch: a row that was not set aside is done, at work, waiting to come again, or still ahead."""
     stream = make_stream(make_rows(n_rows), seed=seed, shuffle=shuffle)
@@ -162,7 +163,7 @@ def test_no_row_is_lost_or_doubled(n_rows, shuffle, seed, steps):
 
 
 @given(n_rows=st.integers(1, 12), shuffle=st.booleans(), seed=st.integers(0, 5), before=operations, after=operations)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_a_resumed_stream_goes_on_as_the_unbroken_one(n_rows, shuffle, seed, before, after):
     rows = make_rows(n_rows)
     unbroken = make_stream(rows, seed=seed, shuffle=shuffle)

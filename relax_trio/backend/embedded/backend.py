@@ -18,8 +18,9 @@ from attrs import field, frozen
 from relax_trio.backend.base import Attempt, AttemptResult, BackendLoad, WeightSource
 from relax_trio.backend.embedded.check import check_decoding
 from relax_trio.backend.embedded.commands import Abort, CloseSession, Finished, Job, Stop, Submit, Update
-from relax_trio.backend.embedded.engine import Engine, EngineLimits
+from relax_trio.backend.embedded.engine import Engine
 from relax_trio.backend.embedded.model import CausalModel, ModelInfo
+from relax_trio.backend.embedded.passes import EngineLimits
 from relax_trio.backend.embedded.rows import Decode
 from relax_trio.backend.refuse import refuse_unfit
 from relax_trio.errors import (

@@ -1,11 +1,7 @@
 """The loop of the engine thread: take commands, give attempts rows, compute, draw, hand back what ended.
 
 Owns the order of work between two commands. Knows neither Trio nor tasks: commands come through a thread-safe queue,
-outcomes leave through one callback.
-
-With `deterministic` an attempt's numbers depend on nothing but its own tokens: prefill runs one attempt at a time in
-chunks that start at fixed positions, decoding always computes all rows and reads a padded length that the row's own
-length decides, and only keys and values that prefill computed are used again.
+outcomes leave through one callback. Not covered: the passes through the model (passes.py).
 """
 
 from __future__ import annotations
@@ -15,45 +11,22 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from attrs import frozen
 from numpy.typing import NDArray
 from outcome import Error, Value
 
 from relax_trio.backend.embedded.commands import Abort, CloseSession, Command, Finished, Job, Stop, Submit, Update
-from relax_trio.backend.embedded.kv import KvStore, StepPlan
+from relax_trio.backend.embedded.kv import KvStore
 from relax_trio.backend.embedded.model import CausalModel
+from relax_trio.backend.embedded.passes import FIXED_CHUNK, PREFILL_TOKENS, Drawn, EngineLimits, Passes
 from relax_trio.backend.embedded.prefix import Kept, PrefixCache, Tokens
 from relax_trio.backend.embedded.rows import Decode, RowTable, Running
-from relax_trio.backend.embedded.sampling import sample
 from relax_trio.errors import BackendProtocolError, WeightSyncError
 from relax_trio.ids import WeightVersion
-
-PREFILL_CHUNK = 512
-"""Most tokens of one attempt in one pass: what an abort or a short attempt may have to wait for."""
-
-PREFILL_TOKENS = 4096
-"""Most padded prefill tokens between two decode steps."""
-
-FIXED_CHUNK = 64
-"""Prefill chunk under `deterministic`: chunks start at multiples of it."""
-
-FIXED_LENGTH = 256
-"""Least padded length under `deterministic`; doubled as often as a row needs."""
 
 WORTH_WAITING = 32
 """Shared tokens for which an attempt waits until another one has computed them."""
 
 Rows = NDArray[np.int64]
-
-
-@frozen(kw_only=True)
-class EngineLimits:
-    """Sizes of an engine, in attempts and tokens."""
-
-    max_batch: int
-    max_context_len: int
-    max_cached_tokens: int
-    deterministic: bool
 
 
 class Engine:
@@ -81,6 +54,7 @@ class Engine:
             max_len=limits.max_context_len,
             fixed_rows=limits.deterministic,
         )
+        self._passes = Passes(model, self._store, self._rows, limits)
         self._prefixes = PrefixCache(limits.max_cached_tokens)
         self._finished: list[Finished] = []
 
@@ -210,110 +184,23 @@ class Engine:
         """One round: admit, some prefill, one decode step for every row that is ready."""
         self._admit()
         budget = PREFILL_TOKENS
-        while budget > 0 and (group := self._next_prefill()):
-            budget -= self._prefill(*group)
-        ready = np.flatnonzero(~self._in_prefill())
-        if not len(ready):
-            return
-        if not self._limits.deterministic:
-            self._decode(ready, int(ready[0]), int(ready[-1]) + 1, int(self._rows.length[ready].max()))
-            return
-        padded = self._padded(self._rows.length[ready])
-        # Rows by their own padded length, found before any row ends: ended rows make others move.
-        groups = [([self._rows.running[row] for row in ready[padded == n]], int(n)) for n in np.unique(padded)]
-        for members, length in groups:
+        while budget > 0 and (part := self._passes.next_prefill()) is not None:
+            budget -= part.n_padded
+            self._take_tokens(self._passes.prefill(part))
+        # Rows move when others end: the parts of this round name attempts, not rows.
+        for members, length in self._passes.decode_parts():
             rows = np.array([running.row for running in members], np.int64)
-            self._decode(rows, 0, self._limits.max_batch, length)
-
-    def _in_prefill(self) -> NDArray[np.bool_]:
-        """Rows with more than the newest token to compute."""
-        rows, n = self._rows, self._rows.n
-        in_prefill = rows.length[:n] - rows.kv_len[:n] > 1
-        if self._limits.deterministic:
-            # A first token always comes from a prefill pass, whether or not all before it was cached.
-            in_prefill |= rows.length[:n] == rows.prompt_len[:n]
-        return np.asarray(in_prefill)
-
-    def _padded(self, length: Rows) -> Rows:
-        doubled = FIXED_LENGTH * 2 ** np.ceil(np.log2(np.maximum(length, FIXED_LENGTH) / FIXED_LENGTH)).astype(np.int64)
-        return np.minimum(doubled, self._limits.max_context_len)
-
-    def _next_prefill(self) -> tuple[int, int, int] | None:
-        """First row, end row and width of the next prefill pass; None when no row needs one."""
-        pending = np.flatnonzero(self._in_prefill())
-        if not len(pending):
-            return None
-        first = end = int(pending[0])
-        if self._limits.deterministic:
-            return first, first + 1, FIXED_CHUNK
-        need = self._rows.length - self._rows.kv_len
-        width = n_real = 0
-        for row in pending.tolist():
-            chunk = min(int(need[row]), PREFILL_CHUNK)
-            wider = max(width, chunk)
-            n_padded = wider * (row + 1 - first)
-            # Padding costs more than a pass of its own once it outweighs the tokens and these are not few.
-            if row != end or (width and n_padded > min(PREFILL_TOKENS, max(512, 2 * (n_real + chunk)))):
-                break
-            width, n_real, end = wider, n_real + chunk, row + 1
-        return first, end, width
-
-    def _prefill(self, first: int, end: int, width: int) -> int:
-        """Compute the next chunk of each row in a range, draw where that was the last. Returns the padded tokens."""
-        rows = self._rows
-        start = rows.kv_len[first:end].copy()
-        stop = np.minimum(rows.length[first:end], start + width)
-        length = int(stop.max())
-        if self._limits.deterministic:
-            length = min(int(start[0]) + width, self._limits.max_context_len)
-        self._store.grow(rows.n, length)
-        # Right-aligned: the last column holds every row's last token, so one column of logits is enough.
-        position = stop[:, None] - width + np.arange(width)
-        real = position >= start[:, None]
-        row = np.arange(first, end)[:, None]
-        position[~real] = 0
-        ids = np.where(real, rows.tokens[row, position], 0)
-        index = np.where(real, row * self._store.capacity + position, self._store.trash)
-        logits = self._forward(first, end, length, ids, position, index)
-        rows.kv_len[first:end] = stop
-        done = np.flatnonzero(stop == rows.length[first:end])
-        if len(done):
-            self._draw(logits[torch.from_numpy(done).to(logits.device)], first + done, slice(None), first + done)
-        return ids.size
-
-    def _decode(self, ready: Rows, first: int, end: int, length: int) -> None:
-        """One token for each row in `ready`, computed together with the idle rows between `first` and `end`."""
-        rows = self._rows
-        self._store.grow(rows.n, length)
-        row = np.arange(first, end)
-        idle = np.ones(end - first, np.bool_)
-        idle[ready - first] = False
-        position = np.where(idle, 0, rows.length[first:end] - 1)
-        ids = np.where(idle, 0, rows.tokens[row, position])
-        index = np.where(idle, self._store.trash, row * self._store.capacity + position)
-        logits = self._forward(first, end, length, ids[:, None], position[:, None], index)
-        self._draw(logits, slice(first, end), ready - first, ready)
-
-    def _forward(self, first: int, end: int, length: int, ids: Rows, position: Rows, index: Rows) -> torch.Tensor:
-        device = self._model.device
-        self._store.plan = StepPlan(
-            first=first,
-            n_rows=end - first,
-            length=length,
-            index=torch.from_numpy(index.reshape(-1)).to(device),
-        )
-        ids_on, position_on = (torch.from_numpy(a.astype(np.int64, copy=False)).to(device) for a in (ids, position))
-        return self._model.logits(ids_on, position_on, self._store)
+            self._take_tokens(self._passes.decode(rows, length))
 
     # --- results ----------------------------------------------------------------------------------------------
 
-    def _draw(self, logits: torch.Tensor, drawn: slice | Rows, used: slice | Rows, rows: Rows) -> None:
-        """Draw for the rows `drawn` that `logits` covers, keep the places `used` of it as the tokens of `rows`."""
-        ids, log_probs = sample(logits, self._rows.draw(drawn))
-        new = torch.stack((ids.to(torch.float64), log_probs.to(torch.float64))).cpu().numpy()[:, used]
-        self._rows.append(rows, new[0], new[1])
-        sound = np.isfinite(new[1]).tolist()
-        for running, is_sound in zip([self._rows.running[row] for row in rows], sound, strict=True):
+    def _take_tokens(self, drawn: Drawn | None) -> None:
+        """Add new tokens to their rows; finish the attempts that end with them."""
+        if drawn is None:
+            return
+        self._rows.append(drawn.rows, drawn.ids, drawn.log_probs)
+        sound = np.isfinite(drawn.log_probs).tolist()
+        for running, is_sound in zip([self._rows.running[row] for row in drawn.rows], sound, strict=True):
             if not is_sound:
                 self._fail(running)
                 continue

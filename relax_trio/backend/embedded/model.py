@@ -37,8 +37,7 @@ class ModelInfo:
     """
 
     def __init__(self, path: Path) -> None:
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path}: no config.json; give a Hugging Face checkpoint directory")
+        _require_config(path)
         with boundary(ConfigError, f"{path}: reading config.json", *_LOAD_ERRORS):
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         self.path = path
@@ -110,8 +109,10 @@ class CausalModel:
         if source.tensors is not None:
             tensors = source.tensors
         elif source.path is not None:
-            with boundary(WeightSyncError, f"reading weights from {source.path}", *_LOAD_ERRORS, ConfigError):
+            try:
                 tensors = _load(source.path, self.spec.dtype).state_dict()
+            except ConfigError as exc:
+                raise WeightSyncError(f"weights of {exc}") from exc
         else:
             raise WeightSyncError("a weight source needs tensors or a path; this one has neither")
         own: dict[str, torch.Tensor] = self._module.state_dict()
@@ -155,6 +156,11 @@ class CausalModel:
         )
 
 
+def _require_config(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: no config.json; give a Hugging Face checkpoint directory")
+
+
 def _check(own: Mapping[str, torch.Tensor], needed: set[str], new: Mapping[str, torch.Tensor]) -> None:
     """Refuse `new` unless it covers every parameter, under at least one of its names, and nothing else.
 
@@ -191,6 +197,7 @@ def _load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     Raises:
       ConfigError: unreadable, or tensors are missing or misshapen.
     """
+    _require_config(path)
     with boundary(ConfigError, f"{path}: loading the checkpoint", *_LOAD_ERRORS), _quiet():
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True

@@ -1,0 +1,145 @@
+"""The launcher of real agents: an IO directory and a process tree for the length of a block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import trio
+from attrs import define
+
+from relax_trio.agent.base import AgentHandle, AgentSpec
+from relax_trio.agent.environment import agent_environment
+from relax_trio.agent.output import UnknownKeys, parse_session_output
+from relax_trio.agent.session_io import SessionIO
+from relax_trio.config.tree import AgentConfig
+from relax_trio.data.record import SessionOutput
+from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError, ConfigError, boundary
+from relax_trio.events import emit
+from relax_trio.sync.cleanup import cleanup_scope
+from relax_trio.sync.process import Child, ExitStatus, Warden
+
+DIRECTORY_S = 20.0
+"""Bound of moving or removing an IO directory, in seconds."""
+
+
+class ProcessAgentLauncher:
+    """Starts agents through the warden."""
+
+    def __init__(self, warden: Warden, config: AgentConfig, run_dir: Path, temp_root: Path) -> None:
+        """Nothing is started or written yet.
+
+        Args:
+          warden: running before the first `open`.
+          config: of the agents; `agent_command` is set.
+          run_dir: kept IO directories go to its `sessions`.
+          temp_root: existing directory below which IO directories are made.
+        """
+        if config.agent_command is None:
+            raise ConfigError("--agent-command is missing: there is no agent to start")
+        self._warden = warden
+        self._config = config
+        self._argv = ["/bin/bash", "-lc" if config.agent_login_shell else "-c", config.agent_command]
+        self._keep_dir = run_dir / "sessions"
+        self._temp_root = temp_root.absolute()
+        self._parent_env: Mapping[str, str] = dict(os.environ)
+        self._unknown_keys = UnknownKeys()
+
+    @asynccontextmanager
+    async def open(self, spec: AgentSpec) -> AsyncIterator[AgentHandle]:
+        """See `AgentLauncher.open`."""
+        with boundary(AgentLaunchError, f"session {spec.place}: its IO directory could not be made", OSError):
+            io = await SessionIO.make(self._temp_root, spec.place, spec.task.session_input())
+        has_failed = False
+        try:
+            env = agent_environment(self._parent_env, config=self._config, spec=spec, io_dir=io.path)
+            async with AsyncExitStack() as stack:
+                with boundary(AgentLaunchError, f"session {spec.place}: its agent could not be started", OSError):
+                    child = await stack.enter_async_context(
+                        self._warden.process(
+                            argv=self._argv,
+                            cwd=self._config.agent_cwd,
+                            env=env,
+                            log_path=io.log_path,
+                            name=f"agent {spec.place}",
+                            term_grace_s=self._config.agent_term_grace,
+                        )
+                    )
+                agent = _ProcessAgent(spec, io, child, self._unknown_keys, trio.current_time())
+                try:
+                    yield agent
+                finally:
+                    has_failed = agent.has_failed
+        finally:
+            with cleanup_scope(DIRECTORY_S, f"IO directory of session {spec.place}"):
+                await self._settle_directory(io, has_failed)
+
+    async def _settle_directory(self, io: SessionIO, has_failed: bool) -> None:
+        policy = self._config.keep_session_dirs
+        if policy == "always" or (policy == "failed" and has_failed):
+            kept = await io.keep(self._keep_dir)
+            if kept is not None:
+                emit("session_dir.kept", place=io.place, path=str(kept))
+        else:
+            await io.remove()
+
+
+@define(eq=False)
+class _ProcessAgent:
+    """`AgentHandle` of a real agent."""
+
+    _spec: AgentSpec
+    _io: SessionIO
+    _child: Child
+    _unknown_keys: UnknownKeys
+    _started_s: float
+    has_failed: bool = False
+
+    @property
+    def pid(self) -> int:
+        """See `AgentHandle.pid`."""
+        return self._child.pid
+
+    @property
+    def io_dir(self) -> Path:
+        """See `AgentHandle.io_dir`."""
+        return self._io.path
+
+    async def wait(self) -> None:
+        """See `AgentHandle.wait`."""
+        status = await self._child.wait_exit()
+        if status.returncode != 0:
+            self.has_failed = True
+            seconds = trio.current_time() - self._started_s
+            raise AgentExecutionError(
+                f"session {self._spec.place}: the agent ended with {describe_exit(status)} after {seconds:.1f} s",
+                exit_code=status.returncode,
+                tail=self.log_tail(),
+            )
+
+    async def read_output(self) -> SessionOutput:
+        """See `AgentHandle.read_output`."""
+        try:
+            parsed = await self._io.read_output(lambda data: parse_session_output(data, place=self._spec.place))
+        except AgentOutputError as exc:
+            self.has_failed = True
+            raise AgentOutputError(str(exc), tail=self.log_tail()) from exc
+        self._unknown_keys.warn(parsed.unknown_keys, self._spec.place)
+        return parsed.output
+
+    def log_tail(self) -> str:
+        """See `AgentHandle.log_tail`; the agent's credential is blotted out."""
+        return self._io.log_tail(secret=self._spec.credential)
+
+    def mark_failed(self) -> None:
+        """See `AgentHandle.mark_failed`."""
+        self.has_failed = True
+
+
+def describe_exit(status: ExitStatus) -> str:
+    """`status` in words, with what a shell's code above 128 stands for."""
+    if status.code is not None and 128 < status.code < 160:
+        return f"{status} (a shell's word for {ExitStatus(signal=status.code - 128)})"
+    return str(status)

@@ -1,0 +1,75 @@
+"""Builders of the tests with real processes: a running warden, marked processes, and looking for survivors."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from relax_trio.sync.process import Warden
+from relax_trio.sync.services import Services
+
+GRACE_S = 0.2
+
+
+@asynccontextmanager
+async def running_warden():
+    """A warden service for the length of the block."""
+    async with Services.open() as services:
+        warden = Warden()
+        await services.start(warden.run, name="warden", stop_s=15.0)
+        yield warden
+
+
+def shell(warden, script, tmp_path, *, grace_s=GRACE_S, env=None, cwd=None, log="run.log", name="test"):
+    """A process block that runs `script` in bash."""
+    return warden.process(
+        argv=["/bin/bash", "-c", script],
+        cwd=cwd or tmp_path,
+        env={"PATH": os.environ["PATH"]} if env is None else env,
+        log_path=tmp_path / log,
+        name=name,
+        term_grace_s=grace_s,
+    )
+
+
+def new_tag() -> str:
+    """A text to put into command lines and to look for with `alive`."""
+    return f"rt-tag-{uuid.uuid4().hex}"
+
+
+def sleeper(tag: str) -> str:
+    """Bash: become a process that only its command line identifies."""
+    return f"exec -a {tag} sleep 1000"
+
+
+def alive(tag: str) -> list[int]:
+    """Pids of the living processes (zombies have no command line) whose command line holds `tag`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                if tag.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
+                    found.append(int(entry))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """`/proc/PID/status`; empty when the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+async def eventually(predicate, *, within_s=10.0):
+    """Wait until `predicate()` is true: other processes tell nobody of their progress."""
+    with trio.fail_after(within_s):
+        while not predicate():
+            await trio.sleep(0.01)

@@ -1,0 +1,294 @@
+"""Steps, Groups and the first-request barrier on the virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relax_trio.agent.fake import AgentExit, FakeAgentLauncher
+from relax_trio.backend.fake import FakeBackend
+from relax_trio.config.tree import RewardConfig
+from relax_trio.errors import BackendUnavailable, CreditError, RunFailed
+from relax_trio.ids import GroupId
+from relax_trio.reward.reward import RewardScorer
+from relax_trio.runtime.evaluate import EvalDataset, Evaluation
+from relax_trio.runtime.group import Dropped, Group
+from relax_trio.sync.cpu import InlineCpuPool
+from relax_trio.sync.gate import Gate
+from tests.builders_runtime import (
+    LIMITS,
+    Client,
+    answer,
+    make_request,
+    make_tasks,
+    one_turn_agent,
+    open_shared,
+    open_work,
+    user,
+)
+
+
+def names(events, *wanted):
+    return [(e.name, e.fields.get("group", e.fields.get("place"))) for e in events if e.name in wanted]
+
+
+async def test_a_step_yields_exactly_its_groups_in_order(autojump_clock, events):
+    async with open_work() as work:
+        result = await work.run_step(0)
+
+    assert [group.id for group in result.groups] == ["G0", "G1"]
+    assert [(s.place, s.row, s.index) for s in result.samples] == [
+        ("G0/0", 0, 0),
+        ("G0/1", 0, 1),
+        ("G1/0", 1, 2),
+        ("G1/1", 1, 3),
+    ]
+    assert all(s.advantage == 0.0 for s in result.samples)  # equal rewards
+    assert result.seconds == 3.0
+    assert Counter(name for name, _ in names(events, "group.leased", "group.scored")) == {
+        "group.leased": 2,
+        "group.scored": 2,
+    }
+
+
+async def test_no_session_generates_before_all_of_its_group_have_asked(autojump_clock):
+    async def agent(agent):
+        await trio.sleep(50 if agent.spec.place.endswith("/1") else 1)
+        await one_turn_agent(agent)
+
+    async with open_work(agent, rollout_batch_size=1) as work:
+        await work.run_step(0)
+
+    assert {call.at for call in work.shared.backend.calls if call.name == "generate"} == {50.0}
+
+
+async def test_a_request_that_ends_before_the_lease_withdraws_its_place(autojump_clock):
+    """Place 0 asks at 1 and leaves (grace over at 8); it asks again at 100: only then is the Group leased."""
+
+    async def agent(agent):
+        if agent.spec.place.endswith("/0"):
+            await trio.sleep(1)
+            call = agent.client.submit(agent, make_request(user("a")))
+            await trio.sleep(2)
+            call.detach()
+            await trio.sleep(97)
+        else:
+            await trio.sleep(20)
+        await one_turn_agent(agent)
+
+    async with open_work(agent, rollout_batch_size=1) as work:
+        await work.run_step(0)
+
+    assert min(call.at for call in work.shared.backend.calls if call.name == "generate") == 100.0
+
+
+async def test_a_failed_session_drops_its_group_and_the_row_comes_again(autojump_clock, events):
+    fails = iter([True])
+
+    async def agent(agent):
+        await agent.client.chat(agent, user("a"))
+        if agent.spec.place == "G0/0" and next(fails, False):
+            agent.print("last words")
+            raise AgentExit(7)
+        await trio.sleep(5)
+        agent.write_output({"reward": 1.0})
+
+    async with open_work(agent) as work:
+        result = await work.run_step(0)
+
+    assert sorted(s.row for s in result.samples) == [0, 0, 1, 1]
+    assert [group.id for group in result.groups] == ["G1", "G2"]
+    assert (result.n_dropped, result.n_failed_sessions) == (1, 1)
+    assert ("group.dropped", "G0") in names(events, "group.dropped")
+    failed = next(e for e in events if e.name == "session.failed")
+    assert "last words" in failed.fields["error"]
+    assert work.shared.launcher.ended[1].place == "G0/1"  # the sibling was discarded
+
+
+async def test_a_session_that_exits_before_its_first_request_fails_its_group(autojump_clock):
+    async def agent(agent):
+        if agent.spec.place == "G0/1":
+            return
+        await one_turn_agent(agent)
+
+    async with open_work(agent) as work:
+        result = await work.run_step(0)
+
+    assert [group.id for group in result.groups] == ["G1", "G2"]
+
+
+async def test_a_failure_outside_the_agent_is_tried_again_at_its_place(autojump_clock, events):
+    backend = FakeBackend(lambda attempt: answer("ok"), tokens_per_s=1.0)
+    backend.fail_next(BackendUnavailable("gone"))
+
+    async with open_work(backend=backend) as work:
+        result = await work.run_step(0)
+
+    assert result.n_dropped == 0
+    assert [e.fields["n_try"] for e in events if e.name == "session.retried"] == [1]
+    assert len(result.samples) == 4
+
+
+async def test_a_launch_that_keeps_failing_drops_the_group(autojump_clock):
+    async with open_shared() as shared:
+        launcher = FakeAgentLauncher(one_turn_agent, client=Client(shared.sessions), launch_errors=["no memory"] * 3)
+        async with open_shared(launcher=launcher) as shared:
+            group = Group(
+                id=GroupId("G0"),
+                number=0,
+                task=make_tasks(1)[0],
+                n_places=1,
+                mode="train",
+                limits=LIMITS,
+                shared=shared,
+                leases=Gate(),
+                session_retries=2,
+            )
+            outcome = await group.run()
+
+    assert isinstance(outcome, Dropped)
+    assert "no memory" in str(outcome.failure.error)
+
+
+async def test_a_run_in_which_every_group_fails_stops_and_shows_the_log(autojump_clock):
+    async def agent(agent):
+        agent.print("ImportError: no module named nothing")
+        raise AgentExit(1)
+
+    async with open_work(agent) as work:
+        with pytest.raises(RunFailed, match="no module named nothing"):
+            await work.run_step(0)
+        assert len(work.shared.launcher.started) <= 2 * (2 + 3 + 2)
+
+
+async def test_a_row_that_fails_too_often_is_set_aside_and_named(autojump_clock, events):
+    async def agent(agent):
+        await agent.client.chat(agent, user("a"))
+        if agent.session_input["metadata"]["row"] == 0:
+            raise AgentExit(1)
+        agent.write_output({"reward": 1.0})
+
+    async with open_work(agent, n_samples_per_prompt=1, max_row_failures=3) as work:
+        for step in range(3):
+            result = await work.run_step(step)
+            assert 0 not in {s.row for s in result.samples}
+
+    assert [e.fields["source"] for e in events if e.name == "row.set_aside"] == ["rows.jsonl:1"]
+
+
+async def test_resident_groups_are_bounded_by_the_concurrency(autojump_clock):
+    live = []
+
+    async def agent(agent):
+        live.append(len(agent.client.live()))
+        await one_turn_agent(agent)
+
+    async with open_work(agent, rollout_batch_size=4, n_samples_per_prompt=1, agentic_concurrency=1) as work:
+        launcher = work.shared.launcher
+        launcher._client.live = lambda: launcher.live
+        result = await work.run_step(0)
+
+    assert set(live) == {1}
+    assert result.seconds == 12.0
+
+
+async def test_surplus_groups_of_an_oversampled_step_are_dropped_and_come_again(autojump_clock):
+    async def agent(agent):
+        await trio.sleep(10 * agent.session_input["metadata"]["row"])
+        await one_turn_agent(agent)
+
+    async with open_work(agent, n_samples_per_prompt=1, over_sampling_batch_size=4) as work:
+        first = await work.run_step(0)
+        second = await work.run_step(1)
+
+    assert [s.row for s in first.samples] == [0, 1]
+    assert first.n_dropped == 2
+    assert [s.row for s in second.samples] == [2, 3]
+
+
+async def test_no_reward_stops_the_step_and_names_the_place(autojump_clock):
+    async def agent(agent):
+        await agent.client.chat(agent, user("a"))
+
+    async with open_work(agent) as work:
+        with pytest.raises(CreditError, match="G0/0|G1/0"):
+            await work.run_step(0)
+
+
+async def test_cancelling_a_step_leaves_nothing(autojump_clock):
+    async def agent(agent):
+        await agent.client.chat(agent, user("a"))
+        await trio.sleep_forever()
+
+    with trio.move_on_after(7) as scope:
+        async with open_work(agent) as work:
+            await work.run_step(0)
+
+    assert scope.cancelled_caught
+    assert trio.current_time() == 7.0
+    assert not work.shared.launcher.live
+    assert work.shared.backend.load().n_running == 0
+    assert work._resident.borrowed_tokens == 0
+
+
+async def test_heartbeats_tell_of_an_open_step(autojump_clock, events):
+    async def agent(agent):
+        await agent.client.chat(agent, user("a"))
+        await trio.sleep(150)
+        agent.write_output({"reward": 1.0})
+
+    async with open_work(agent) as work:
+        await work.run_step(0)
+
+    beats = [e.fields for e in events if e.name == "idle_heartbeat"]
+    assert [(b["scored"], b["at_work"]) for b in beats] == [(0, 2), (0, 2)]
+
+
+async def test_evaluation_rolls_out_singletons_within_its_concurrency(autojump_clock):
+    async def agent(agent):
+        assert agent.env["RELAX_ROLLOUT_MODE"] == "eval"
+        await agent.client.chat(agent, user("a"))
+        if agent.session_input["metadata"]["row"] == 1:
+            raise AgentExit(1)
+        agent.write_output({"reward": 1.0})
+
+    async with open_shared(agent) as shared:
+        scorer = RewardScorer(RewardConfig(), SimpleNamespace(), InlineCpuPool())
+        dataset = EvalDataset(name="held", tasks=make_tasks(3), n_samples=2, concurrency=1)
+        result = await Evaluation(dataset=dataset, shared=shared, limits=LIMITS, scorer=scorer).run()
+
+    assert [s.row for s in result.samples] == [0, 0, 2, 2]
+    assert result.n_failed == 2
+    assert result.seconds == 9.0  # six Sessions of 3 s, two at a time
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.random_module(), st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 30), max_size=8))
+def test_rows_are_conserved_under_any_schedule(_random, batch, concurrency, failing):
+    """Whatever fails and however tasks interleave: rows taken = trained + given back + set aside, permits come back."""
+
+    async def agent(agent):
+        await trio.sleep(hash(agent.spec.place) % 7)
+        await agent.client.chat(agent, user("a"))
+        if int(agent.spec.group[1:]) in failing:
+            raise AgentExit(1)
+        agent.write_output({"reward": 1.0})
+
+    async def main():
+        fields = {"rollout_batch_size": batch, "n_samples_per_prompt": 2, "agentic_concurrency": concurrency}
+        async with open_work(
+            agent, n_rows=16, over_sampling_batch_size=batch + 2, max_row_failures=9, **fields
+        ) as work:
+            trained = 0
+            for step in range(3):
+                result = await work.run_step(step)
+                assert len(result.groups) == batch
+                trained += len(result.groups)
+            assert work.rows.n_taken == trained + work.rows.n_given_back + len(work.rows.set_aside_rows)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

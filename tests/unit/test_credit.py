@@ -1,0 +1,127 @@
+"""GRPO credit: the formula, its properties, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_trio.config.tree import RewardConfig
+from relax_trio.errors import CreditError
+from relax_trio.reward.credit import assign_credit, grpo_credits
+from relax_trio.testing.sample import make_sample
+
+rewards_strategy = st.lists(st.floats(-1e6, 1e6, allow_nan=False, width=32), min_size=2, max_size=16)
+normalize = st.booleans()
+
+
+def group_of(*rewards):
+    return [make_sample(place=place, reward=reward) for place, reward in enumerate(rewards)]
+
+
+def test_a_group_by_hand():
+    samples = group_of(1.0, 0.0, 0.0, 1.0)
+
+    assign_credit(samples, RewardConfig())
+
+    std = math.sqrt(4 * 0.25 / 3)
+    expected = [0.5, -0.5, -0.5, 0.5]
+    assert [sample.advantage for sample in samples] == pytest.approx([e / (std + 1e-6) for e in expected])
+
+
+def test_without_std_normalization_credit_is_centred_only():
+    samples = group_of(1.0, 0.0, 0.0, 0.0)
+
+    assign_credit(samples, RewardConfig(grpo_std_normalization=False))
+
+    assert [sample.advantage for sample in samples] == [0.75, -0.25, -0.25, -0.25]
+
+
+@given(rewards_strategy)
+def test_credit_equals_the_tensor_formula_of_other_trainers(rewards):
+    tensor = torch.tensor(rewards, dtype=torch.float64)
+    expected = (tensor - tensor.mean()) / (tensor.std() + 1e-6)
+
+    if min(rewards) == max(rewards):
+        assert grpo_credits(rewards) == [0.0] * len(rewards)
+    else:
+        assert grpo_credits(rewards) == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-7)
+
+
+@given(rewards_strategy, normalize)
+def test_credit_has_mean_zero(rewards, normalize_std):
+    credit = grpo_credits(rewards, normalize_std=normalize_std)
+
+    assert abs(math.fsum(credit)) <= 1e-9 * max(1.0, *map(abs, rewards)) * len(rewards)
+
+
+@given(rewards_strategy, st.floats(0.01, 100), st.floats(-100, 100))
+def test_credit_does_not_change_when_rewards_are_scaled_and_shifted(rewards, scale, shift):
+    credit = grpo_credits(rewards)
+    moved = grpo_credits([reward * scale + shift for reward in rewards])
+
+    spread = max(rewards) - min(rewards)
+    if spread * min(scale, 1.0) > 10:  # far above eps and the rounding of the shift
+        assert moved == pytest.approx(credit, rel=1e-3, abs=1e-3)
+
+
+@given(rewards_strategy, normalize, st.randoms(use_true_random=False))
+def test_credit_follows_its_session_through_any_order(rewards, normalize_std, random):
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    credit = grpo_credits(rewards, normalize_std=normalize_std)
+
+    assert grpo_credits([rewards[i] for i in order], normalize_std=normalize_std) == [credit[i] for i in order]
+
+
+@given(st.floats(-1e300, 1e300, allow_nan=False), st.integers(0, 16), normalize)
+def test_equal_rewards_give_exactly_zero(reward, n, normalize_std):
+    assert grpo_credits([reward] * n, normalize_std=normalize_std) == [0.0] * n
+
+
+@given(rewards_strategy)
+def test_a_better_reward_never_gets_less_credit(rewards):
+    pairs = sorted(zip(rewards, grpo_credits(rewards), strict=True))
+
+    assert all(a[1] <= b[1] for a, b in pairwise(pairs))
+
+
+def test_reward_objects_are_credited_by_their_key():
+    samples = group_of({"score": 1.0, "fmt": 0.0}, {"score": 0.0, "fmt": 9.0})
+
+    assign_credit(samples, RewardConfig(reward_key="score", grpo_std_normalization=False))
+
+    assert [sample.advantage for sample in samples] == [0.5, -0.5]
+
+
+def test_several_contexts_of_a_session_are_refused_by_its_name():
+    samples = [
+        make_sample(group=2, place=0, name="main", reward=1.0),
+        make_sample(group=2, place=1, name="main", reward=1.0),
+        make_sample(group=2, place=1, name="searcher"),
+    ]
+
+    with pytest.raises(CreditError, match=r"session G2/1 exported several contexts \(main, searcher\)"):
+        assign_credit(samples, RewardConfig())
+    assert [sample.advantage for sample in samples] == [None] * 3
+
+
+def test_a_missing_reward_leaves_the_group_without_credit():
+    samples = group_of(1.0, None)
+
+    with pytest.raises(CreditError, match="session G0/1 has no reward"):
+        assign_credit(samples, RewardConfig())
+    assert samples[0].advantage is None
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_rewards_beyond_the_range_of_floats_are_an_error_and_no_nan(normalize_std):
+    samples = group_of(1.7e308, -1.7e308, -1.7e308)
+
+    with pytest.raises(CreditError, match="group G0: its rewards lie too far apart"):
+        assign_credit(samples, RewardConfig(grpo_std_normalization=normalize_std))
+    assert samples[0].advantage is None
