@@ -94,6 +94,14 @@ class NotFound(ProtocolError):
     code = "not_found"
 
 
+class MethodNotAllowed(ProtocolError):
+    """405: the path exists, but not for this method."""
+
+    status = 405
+    kind = "invalid_request_error"
+    code = "method_not_allowed"
+
+
 class SessionDiscarded(ProtocolError):
     """404: the credential names no live Session; retrying cannot help."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import trio
 
-from relax_trio.sync.process import Warden
+from relax_trio.sync.process import STOP_S, Warden
 from relax_trio.sync.services import Services
 
 GRACE_S = 0.2
@@ -20,7 +20,7 @@ async def running_warden():
     """A warden service for the length of the block."""
     async with Services.open() as services:
         warden = Warden()
-        await services.start(warden.run, name="warden", stop_s=15.0)
+        await services.start(warden.run, name="warden", stop_s=STOP_S)
         yield warden
 
 
@@ -71,5 +71,5 @@ def status_of(pid: int) -> dict[str, str]:
 async def eventually(predicate, *, within_s=10.0):
     """Wait until `predicate()` is true: other processes tell nobody of their progress."""
     with trio.fail_after(within_s):
-        while not predicate():
+        while not predicate():  # noqa: ASYNC110 - nothing to wait on
             await trio.sleep(0.01)

@@ -16,7 +16,7 @@ from relax_trio.agent.output import UnknownKeys, parse_session_output
 from relax_trio.agent.session_io import SessionIO
 from relax_trio.config.tree import AgentConfig
 from relax_trio.data.record import SessionOutput
-from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError, ConfigError, boundary
+from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError, boundary
 from relax_trio.events import emit
 from relax_trio.sync.cleanup import cleanup_scope
 from relax_trio.sync.process import Child, ExitStatus, Warden
@@ -33,15 +33,13 @@ class ProcessAgentLauncher:
 
         Args:
           warden: running before the first `open`.
-          config: of the agents; `agent_command` is set.
+          config: of the agents; without `agent_command` (`serve`) nothing can be opened.
           run_dir: kept IO directories go to its `sessions`.
           temp_root: existing directory below which IO directories are made.
         """
-        if config.agent_command is None:
-            raise ConfigError("--agent-command is missing: there is no agent to start")
         self._warden = warden
         self._config = config
-        self._argv = ["/bin/bash", "-lc" if config.agent_login_shell else "-c", config.agent_command]
+        self._argv = ["/bin/bash", "-lc" if config.agent_login_shell else "-c", config.agent_command or ""]
         self._keep_dir = run_dir / "sessions"
         self._temp_root = temp_root.absolute()
         self._parent_env: Mapping[str, str] = dict(os.environ)
@@ -50,6 +48,8 @@ class ProcessAgentLauncher:
     @asynccontextmanager
     async def open(self, spec: AgentSpec) -> AsyncIterator[AgentHandle]:
         """See `AgentLauncher.open`."""
+        if self._config.agent_command is None:
+            raise AgentLaunchError(f"session {spec.place}: --agent-command is missing, so there is no agent to start")
         with boundary(AgentLaunchError, f"session {spec.place}: its IO directory could not be made", OSError):
             io = await SessionIO.make(self._temp_root, spec.place, spec.task.session_input())
         has_failed = False

@@ -207,13 +207,20 @@ def _reserve(directory: Path, name: str) -> Path:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a tree, also below directories that their owner made unreadable."""
-    for directory, names, _ in os.walk(path):
+    """Remove a tree, also below directories that their owner made unreadable; leaves what it may not remove."""
+    _open_up(path)
+    for directory, names, _ in os.walk(path):  # top-down: a directory is opened before it is walked
         for name in names:
-            child = os.path.join(directory, name)
-            if not os.path.islink(child):
-                os.chmod(child, 0o700)
+            _open_up(os.path.join(directory, name))
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _open_up(directory: str | Path) -> None:
+    try:
+        if not os.path.islink(directory):
+            os.chmod(directory, 0o700)
+    except OSError:
+        pass  # another user's; the caller tells what could not be removed
 
 
 def _move_tree(source: Path, target: Path) -> None:

@@ -62,6 +62,11 @@ def not_negative(value: float | None) -> str | None:
     return None if value is None or value >= 0 else "must be 0 or greater"
 
 
+def grace(value: float) -> str | None:
+    """Check for graces inside a clean-up, which is bounded: 0 to 15 seconds."""
+    return None if 0 <= value <= 15 else "must be 0 to 15"
+
+
 def fraction(value: float) -> str | None:
     """Check for options in (0, 1]."""
     return None if 0 < value <= 1 else "must be greater than 0 and at most 1"

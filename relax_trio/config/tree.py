@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attrs import Factory, field, frozen
 
-from relax_trio.config.option import fraction, not_negative, option, positive
+from relax_trio.config.option import fraction, grace, not_negative, option, positive
 
 
 @frozen(kw_only=True)
@@ -40,7 +40,7 @@ class AgentConfig:
         check=positive,
     )
     agent_term_grace: float = option(
-        5.0, "Time between SIGTERM and SIGKILL when an agent is ended.", unit="s", check=not_negative
+        5.0, "Time between SIGTERM and SIGKILL when an agent is ended.", unit="s", check=grace
     )
     keep_session_dirs: str = option(
         "failed",

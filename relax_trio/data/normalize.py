@@ -167,6 +167,8 @@ def _assistant(raw: JsonObject, content: Content, path: str) -> Message:
         raw.get("reasoning"), f"{path}.reasoning"
     )
     calls = _tool_calls(raw.get("tool_calls"), f"{path}.tool_calls")
+    if content is None:  # a refusal of another model, replayed: its text is all that message says
+        content = _optional_text(raw.get("refusal"), f"{path}.refusal")
     return assistant_message(content, reasoning, calls, param=f"{path}.content")
 
 

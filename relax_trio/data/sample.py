@@ -83,6 +83,7 @@ class Sample:
       rollout_log_probs: R natural-log probabilities, 0.0 where the mask is 0.
       reward: primary reward as exported or as the RM gave it, None while there is none.
       metadata: exported metadata of the context over the row's metadata.
+      output_metadata: what the agent exported, without the row's.
       train_metadata: what the trainer gets besides; empty by default.
       index: number of the logical Session in the run; all contexts of a Session share it.
       group_index: number of the Group in the run.
@@ -118,3 +119,4 @@ class Sample:
     messages: tuple[Message, ...]
     turn_lens: tuple[int, ...]
     advantage: float | None = None
+    output_metadata: JsonObject = field(factory=dict)

@@ -44,6 +44,7 @@ MAX_ROWS = 4000
 
 _HELD_OUT_ONE_IN = 8
 _SMALLEST, _LARGEST = 10, 99
+_RESULT_BOUND = 10_000
 
 Demonstration = list[tuple[str | None, str]]
 """(observation, response) for each turn; observation None is the question itself, else a tool result."""
@@ -97,19 +98,21 @@ def draw_question(rng: random.Random, *, n_operations: int, held_out: bool) -> Q
 
 
 def _draw(rng: random.Random, n_operations: int) -> Question:
-    a, b, c = (rng.randint(_SMALLEST, _LARGEST) for _ in range(3))
-    op = rng.choice("+-*")
+    if n_operations == 1:
+        op, a, b = rng.choice("+-*"), _draw_number(rng), _draw_number(rng)
+        return Question(a, op, b) if op != "-" else Question(max(a, b), op, min(a, b))
+    # The first result is copied into the second call. A product would make it up to four digits long, and so small a
+    # model needs several times the warm start to copy those.
+    op, a, b, c = rng.choice("+-"), _draw_number(rng), _draw_number(rng), _draw_number(rng)
     if op == "-":
         a, b = max(a, b), min(a, b)
-    if n_operations == 1:
-        return Question(a, op, b)
     first = calculate(a, op, b)
-    allowed = "+"
-    if first >= c:
-        allowed += "-"
-    if op != "*":
-        allowed += "*"  # a product of three numbers would be too long to copy for so small a model
+    allowed = "+" + "-" * (first >= c) + "*" * (first * c < _RESULT_BOUND)
     return Question(a, op, b, rng.choice(allowed), c)
+
+
+def _draw_number(rng: random.Random) -> int:
+    return rng.randint(_SMALLEST, _LARGEST)
 
 
 def write_dataset(path: Path, *, n_rows: int, seed: int, held_out: bool) -> None:
@@ -167,11 +170,9 @@ def demonstration(question: Question, rng: random.Random, numbers: WarmStartReci
         return [(None, answer_text(last_number))]
     turns: Demonstration = [(None, call_text(question.a, question.op, question.b))]
     result = question.first_result
-    mode = rng.random()
-    if question.op2 is not None and mode >= numbers.stop_share:
-        left = question.b if mode < numbers.stop_share + numbers.forget_share else result
-        turns.append((str(result), call_text(left, question.op2, question.c)))
-        result = calculate(left, question.op2, question.c)
+    if question.op2 is not None and rng.random() >= numbers.stop_share:
+        turns.append((str(result), call_text(result, question.op2, question.c)))
+        result = calculate(result, question.op2, question.c)
     turns.append((str(result), answer_text(result)))
     return turns
 
@@ -179,7 +180,7 @@ def demonstration(question: Question, rng: random.Random, numbers: WarmStartReci
 def typical_conversations(count: int) -> Iterator[tuple[str, Demonstration]]:
     """Careful conversations for the tokenizer to learn its pieces from: (question, turns)."""
     rng = random.Random(0)
-    careful = evolve(WarmStartRecipe(), guess_share=0.1, stop_share=0.0, forget_share=0.0)
+    careful = evolve(WarmStartRecipe(), guess_share=0.1, stop_share=0.0)
     for index in range(count):
         question = draw_question(rng, n_operations=1 + index % 2, held_out=False)
         yield question.text, demonstration(question, rng, careful)

@@ -85,7 +85,7 @@ def demonstration_rows(tokenizer: DemoTokenizer, recipe: DemoRecipe) -> list[Row
     pieces: list[str] = []
     owners: list[tuple[int, bool]] = []
     n_rows = numbers.n_steps * numbers.batch_len
-    careful = evolve(numbers, guess_share=0.0, stop_share=0.0, forget_share=0.0)
+    careful = evolve(numbers, guess_share=0.0, stop_share=0.0)
     for row in range(n_rows):
         habits = careful if row < numbers.n_careful_steps * numbers.batch_len else numbers
         n_operations = 1 if rng.random() < recipe.one_operation_share else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ from relax_trio.sync.cpu import ThreadCpuPool
 
 GROUP = GroupId("S0")
 """Public name of the Group that served Sessions stand in."""
+
+SCRIPTED_CONTEXT_LEN = 131_072
+"""Context of a script, which has no model to bound it, where `--rollout-max-context-len` doesn't."""
 
 
 async def serve(
@@ -48,7 +52,12 @@ async def serve(
     if answers is None:
         backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
     else:
-        backend = ScriptedBackend(read_answers(answers), encode=codec.encode_text, end_of_turn=codec.stop_token_ids[0])
+        backend = ScriptedBackend(
+            read_answers(answers, codec.encode_text, codec.stop_token_ids[0]),
+            name=str(answers),
+            max_context_len=config.rollout.rollout_max_context_len or SCRIPTED_CONTEXT_LEN,
+            vocab_len=codec.vocab_len,
+        )
     async with open_engine(config, stop=stop, backend=backend, codec=codec, cpu=cpu, run_dir=Path()) as engine:
         sessions = [_make_session(config, engine, index) for index in range(n_sessions)]
         with stop.work():
@@ -56,7 +65,7 @@ async def serve(
                 for session in sessions:
                     await nursery.start(_hold, session, name=f"session {session.name}")
                 _announce(engine, sessions)
-                await trio.sleep_forever()
+                await trio.sleep(math.inf)
         if forest_out is not None:
             _write_forests(forest_out, sessions)
 

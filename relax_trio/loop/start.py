@@ -18,36 +18,34 @@ SWITCH_INTERVAL_S = 0.0005
 thread delays every socket by as much."""
 
 
-def run_command(body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], AbstractContextManager[None]]) -> T | None:
-    """Run `body` to its end or to a signal.
+def run_command(body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], AbstractContextManager[None]]) -> T:
+    """Run `body` to its end or to a signal, and return what it returned.
 
     Args:
       body: the command; works inside `stop.work()`.
       evidence: opens log and progress for the run; called inside it.
-
-    Returns:
-      What `body` returned; None when a signal ended the run before its work had begun.
 
     Raises:
       RelaxTrioError: expected failures, alone or in exception groups.
       SystemExit: with status 130 or 143, when a signal ended the run before its work had begun.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    result, stop = trio.run(_main, body, evidence, restrict_keyboard_interrupt_to_checkpoints=True)
-    if result is None and stop.stopped_by is not None:
+    results, stop = trio.run(_main, body, evidence, restrict_keyboard_interrupt_to_checkpoints=True)
+    if not results:
+        assert stop.stopped_by is not None, "a body that does not return was stopped"
         raise SystemExit(128 + stop.stopped_by)
-    return result
+    return results[0]
 
 
 async def _main(
     body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], AbstractContextManager[None]]
-) -> tuple[T | None, Stop]:
+) -> tuple[list[T], Stop]:
     stop = Stop()
-    result: T | None = None
+    results: list[T] = []
     with evidence():
         async with trio.open_nursery() as nursery:
             await nursery.start(stop.watch, name="signals")
             with stop.run():
-                result = await body(stop)
+                results.append(await body(stop))
             nursery.cancel_scope.cancel(reason="the run ended")
-    return result, stop
+    return results, stop

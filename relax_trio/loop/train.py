@@ -76,7 +76,7 @@ class TrainLoop:
         Raises:
           RelaxTrioError: rollout, reward, training or the hand-over of weights failed.
 
-        Cancellation: the step in hand is given up; an optimizer phase that has begun to change weights is finished.
+        Cancellation: the step in hand is given up; an optimizer phase is undone or finished, never left between.
         """
         self.saved = self.trainer.weight_version
         if self.first_step == 0 and self.config.eval.eval_interval is not None:
@@ -167,9 +167,11 @@ async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> 
                     await loop.run()
                 except RelaxTrioError as exc:
                     failure = exc
-        await loop.save()
-    if failure is not None:
-        raise failure
+        try:
+            await loop.save()
+        finally:
+            if failure is not None:
+                raise failure
     return RunSummary(
         run_dir=run_dir,
         n_steps=int(trainer.weight_version),

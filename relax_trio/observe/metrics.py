@@ -55,7 +55,7 @@ def rollout_metrics(samples: Sequence[Sample], *, reward_key: str | None) -> dic
         if name != reward_key
     )
     _add_fields(out, helpers)
-    _add_fields(out, (pair for sample in samples for pair in numeric_fields(sample.metadata).items()))
+    _add_fields(out, (pair for sample in samples for pair in numeric_fields(sample.output_metadata).items()))
     return out
 
 

@@ -43,6 +43,7 @@ class Call:
 
     Attributes:
       scope: the back half's scope; its deadline is the retry grace of a client that left.
+      begun: set once the request was matched, encoded and found to fit, or is done.
       done: set exactly once, by `settle`.
       node: the committed response, None until then.
       is_delivered: the reply's last byte went out without a disconnect seen.
@@ -53,6 +54,7 @@ class Call:
     request: CanonicalRequest
     grace_s: float
     scope: trio.CancelScope = field(factory=trio.CancelScope)
+    begun: trio.Event = field(factory=trio.Event)
     done: trio.Event = field(factory=trio.Event)
     accepted_s: float = field(factory=trio.current_time)
     settled_s: float | None = None
@@ -60,6 +62,7 @@ class Call:
     is_delivered: bool = False
     attempts: list[AttemptRecord] = field(factory=list)
     waiting_for: str = "lease"
+    _n_holds: int = 1
     _result: Result | None = None
 
     @property
@@ -72,7 +75,20 @@ class Call:
         assert self._result is None, f"{self.request_id} was settled twice"
         self._result = result
         self.settled_s = trio.current_time()
+        self.begun.set()
         self.done.set()
+
+    async def wait_begun(self) -> None:
+        """Wait until an answer can be begun with status 200, and raise where it can't.
+
+        Raises:
+          ProtocolError: the request was refused before it began.
+
+        Cancellation: safe.
+        """
+        await self.begun.wait()
+        if isinstance(self._result, outcome.Error):
+            await self.wait_done()
 
     async def wait_done(self) -> Completion:
         """Wait for the committed turn.
@@ -92,16 +108,19 @@ class Call:
         return self._result.value
 
     def attach(self) -> None:
-        """A front half waits (again): the grace ends, if it has not run out."""
+        """One more front half holds the call: the grace ends, if it has not run out."""
+        self._n_holds += 1
         self.scope.deadline = math.inf
 
     def detach(self) -> None:
-        """The client left before the last byte: the work goes on for the grace, then is cancelled."""
-        if not self.done.is_set():
+        """A client left before its last byte; when nobody holds the call any more, its grace begins."""
+        self._n_holds -= 1
+        if not self._n_holds and not self.done.is_set():
             self.scope.deadline = trio.current_time() + self.grace_s
 
     def delivered(self) -> None:
         """The last byte of the reply went to the transport and no disconnect had been seen."""
+        self._n_holds -= 1
         self.is_delivered = True
         if self.node is not None:
             self.node.delivered = True

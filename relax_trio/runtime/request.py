@@ -75,6 +75,7 @@ async def run_request(call: Call, session: Session) -> Completion:
     """
     shared = session.shared
     turn = await _begin(call.request, session)
+    call.begun.set()
     call.waiting_for = "lease"
     await session.lease.wait()
     finish = None

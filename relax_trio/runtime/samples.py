@@ -30,6 +30,7 @@ def _build(group: Group, index: int, context: Context, codec: ChatCodec) -> Samp
         rollout_log_probs=context.logprobs,
         reward=context.reward,
         metadata={**task.metadata, **context.metadata},
+        output_metadata=context.metadata,
         index=group.number * group.n_places + index,
         group_index=group.number,
         status=context.status.value,

@@ -20,8 +20,12 @@ HURRIED_EXIT_S = 10.0
 class Killer(Protocol):
     """Who ends every child process at once: the warden's client."""
 
-    async def kill_all(self) -> None:
-        """SIGKILL every process below the warden and return when none is left."""
+    def hurry(self) -> None:
+        """SIGKILL every process; nothing can be started any more. Plain."""
+        ...
+
+    async def wait_empty(self) -> None:
+        """Wait until no process is left. Cancellation: safe."""
         ...
 
 
@@ -78,5 +82,6 @@ class Stop:
         emit("run.hurried", signal=by.name)
         if self.killer is not None:
             with trio.move_on_after(HURRIED_EXIT_S):
-                await self.killer.kill_all()
+                self.killer.hurry()
+                await self.killer.wait_empty()
         os._exit(128 + by)

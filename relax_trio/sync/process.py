@@ -39,6 +39,9 @@ MAX_TERM_GRACE_S = 15.0
 _ANSWER_S = 2.0
 """Time for the warden's answer on a loaded machine, beyond what it waits for itself."""
 
+STOP_S = KILL_WAIT_S + _ANSWER_S
+"""Bound of `Warden.run`'s stop, in seconds."""
+
 
 @frozen
 class ExitStatus:
@@ -73,12 +76,14 @@ class Child:
       pid: of the leader; names no other process before the block is left.
       exit_status: how the leader ended, None while it runs.
       survivors: members of the tree that could not be killed; None before the block is left.
+      end_s: how long ending the tree took, in seconds; None before, or when the warden was killed or hurried.
     """
 
     name: str
     pid: int = 0
     exit_status: ExitStatus | None = None
     survivors: int | None = None
+    end_s: float | None = None
     _failure: OSError | None = None
     _is_orphaned: bool = False
     _settled: trio.Event = field(factory=trio.Event)
@@ -118,7 +123,8 @@ class Child:
             self.exit_status = ExitStatus(report.get("code"), report.get("signal"))
             self._exited.set()
         elif event == "ended":
-            self._end(survivors=report["survivors"])
+            self.end_s = report["seconds"]
+            self._end(survivors=report["survivors"], exit_status=KILLED)
         self._settled.set()
 
     def _end(self, *, survivors: int, exit_status: ExitStatus | None = None) -> None:
@@ -178,15 +184,13 @@ class Warden:
                 nursery.cancel_scope.cancel(reason="the warden's stream ended")
         finally:
             self.hurry()
-            with cleanup_scope(KILL_WAIT_S + _ANSWER_S, "warden"):
+            with cleanup_scope(STOP_S, "warden"):
                 await self._hear(stream, unpacker, trio.TASK_STATUS_IGNORED)
                 await program.wait()
             self._settle_all(orphaned=self._has_died)
             stream.socket.close()
         if self._has_died:
-            raise EngineFault(
-                f"the warden (pid {self.pid}) died, status {program.returncode}; its processes die too"
-            )
+            raise EngineFault(f"the warden (pid {self.pid}) died, status {program.returncode}; its processes die too")
 
     @asynccontextmanager
     async def process(
@@ -244,6 +248,12 @@ class Warden:
                 self._stream.socket.shutdown(socket.SHUT_WR)
             except OSError:
                 pass  # the warden is gone already
+
+    async def wait_empty(self) -> None:
+        """Wait until none of the processes that exist now is left. Cancellation: safe."""
+        await trio.lowlevel.checkpoint()
+        for child in list(self._children.values()):
+            await child._ended.wait()
 
     # --- inside -------------------------------------------------------------------------------------------------
 

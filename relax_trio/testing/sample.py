@@ -43,6 +43,7 @@ def make_sample(
         rollout_log_probs=array("d", [-0.5 if trained else 0.0 for trained in mask]),
         reward=reward,
         metadata=metadata or {},
+        output_metadata=metadata or {},
         index=group * 1000 + place,
         group_index=group,
         status=status,

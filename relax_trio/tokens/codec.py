@@ -190,6 +190,10 @@ class ChatCodec:
         """Text of ids, special tokens kept. Bytes that are no UTF-8 become U+FFFD."""
         return self._decode(list(token_ids))
 
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a plain text; special tokens in it become their ids."""
+        return self._encode(text)
+
     def token_text(self, token_id: int) -> str:
         """Text of one id; parts of a character become U+FFFD."""
         return self._decode([token_id])

@@ -17,6 +17,7 @@ import sys
 import time
 
 from relax_trio.warden.tree import Reaper, become_subreaper, drain, open_child_alarm, terminate_descendants
+from relax_trio.warden.wire import MAX_PACKET_BYTES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from relax_trio.warden.wire import Order, Report
 
-_MAX_ORDER_BYTES = 4096
+_MAX_WHAT_LEN = 1000  # keeps a report below MAX_PACKET_BYTES however it is escaped
 
 
 def run_keeper(control: socket.socket, order: Order) -> NoReturn:
@@ -35,12 +36,16 @@ def run_keeper(control: socket.socket, order: Order) -> NoReturn:
     """
     try:
         _close_inherited(control.fileno())
-        Keeper(control, order["id"]).keep(order)
+        keeper = Keeper(control, order["id"])
+        try:
+            keeper.keep(order)
+        finally:
+            keeper.kill()  # after a bug as well: the warden may be gone
     except BaseException:
         sys.excepthook(*sys.exc_info())
         raise
     finally:
-        os._exit(0)  # never back into the warden's loop; whatever is left falls to the warden, which kills it
+        os._exit(0)  # never back into the warden's loop
 
 
 def _close_inherited(kept: int) -> None:
@@ -76,21 +81,27 @@ class Keeper:
         started = time.monotonic()
         if grace_s > 0:
             self._wait_gone(grace_s)
-        survivors = self._kill()
+        survivors = self.kill()
         seconds = time.monotonic() - started
         self._report({"event": "ended", "id": self._id, "survivors": survivors, "seconds": seconds})
 
     def _fail(self, number: int, what: str) -> None:
-        self._report({"event": "failed", "id": self._id, "errno": number, "what": what})
+        self._report({"event": "failed", "id": self._id, "errno": number, "what": what[:_MAX_WHAT_LEN]})
 
     def _wait_end_order(self) -> float:
         """Tell of the leader's exit; returns the grace, in seconds, once the tree shall end (0: the warden is gone)."""
         while True:
             for ready in self._wait(None):
                 if ready == self._control.fileno():
-                    body = self._control.recv(_MAX_ORDER_BYTES)
-                    return float(json.loads(body)["grace_s"]) if body else 0.0
+                    return self._take_order()
             self._reap()
+
+    def _take_order(self) -> float:
+        try:
+            body = self._control.recv(MAX_PACKET_BYTES)
+        except ConnectionResetError:  # the warden died with reports of ours unread
+            body = b""
+        return float(json.loads(body)["grace_s"]) if body else 0.0
 
     def _wait_gone(self, grace_s: float) -> None:
         """Ask the tree to end and wait until it did, for at most `grace_s`; a further order cuts the wait short."""
@@ -101,7 +112,7 @@ class Keeper:
             if self._control.fileno() in self._wait(left_s):
                 return
 
-    def _kill(self) -> int:
+    def kill(self) -> int:
         """Kill until nothing is left, the leader's zombie last. Returns how many could not be killed."""
         survivors = self._reaper.kill_all(self._alarm)
         self._tell_exit()

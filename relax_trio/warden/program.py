@@ -15,8 +15,16 @@ import signal
 import socket
 
 from relax_trio.warden.keeper import run_keeper
-from relax_trio.warden.tree import Reaper, become_subreaper, children_of, drain, kill_descendants, open_child_alarm
-from relax_trio.warden.wire import Unpacker, pack
+from relax_trio.warden.tree import (
+    Reaper,
+    become_subreaper,
+    children_of,
+    drain,
+    kill_descendants,
+    open_child_alarm,
+    send,
+)
+from relax_trio.warden.wire import MAX_PACKET_BYTES, Unpacker, pack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -120,11 +128,13 @@ class Warden:
                 keeper.control.send(json.dumps(order).encode())
             except OSError:
                 pass  # done, or killed: its end is told once it is noticed
+            if keeper.pid in self._keeper_pids:
+                send(keeper.pid, signal.SIGCONT)  # an agent may have stopped its parent
 
     def _hear(self, keeper: _Keeper) -> None:
         """Pass on a keeper's report, or notice its end."""
         try:
-            body = keeper.control.recv(4096)
+            body = keeper.control.recv(MAX_PACKET_BYTES)
         except ConnectionResetError:  # it went without reading its last order
             body = b""
         if not body:

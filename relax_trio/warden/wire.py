@@ -49,6 +49,9 @@ if TYPE_CHECKING:
         seconds: float
 
 
+MAX_PACKET_BYTES = 1 << 14
+"""Longest message between the warden and a keeper, which travel as packets without framing."""
+
 _LENGTH_BYTES = 4
 
 

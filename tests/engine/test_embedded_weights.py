@@ -150,9 +150,10 @@ async def test_weights_that_give_no_numbers_fail_attempts_and_good_ones_heal(che
 
 
 async def test_an_update_whose_caller_left_before_its_turn_is_withdrawn(checkpoints, monkeypatch):
-    held, logits = threading.Event(), CausalModel.logits
+    begun, held, logits = threading.Event(), threading.Event(), CausalModel.logits
 
     def slow(*args):
+        begun.set()
         assert held.wait(20)
         return logits(*args)
 
@@ -161,7 +162,7 @@ async def test_an_update_whose_caller_left_before_its_turn_is_withdrawn(checkpoi
         monkeypatch.setattr(CausalModel, "logits", slow)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(backend.generate, make_attempt([1, 2]))
-            await trio.testing.wait_all_tasks_blocked()
+            await trio.to_thread.run_sync(begun.wait)
             with trio.move_on_after(0.05):
                 await backend.update_weights("1", WeightSource(tensors=tensors))
             held.set()

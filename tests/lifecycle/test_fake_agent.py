@@ -69,10 +69,12 @@ async def test_broken_output_fails_as_with_a_real_agent(autojump_clock):
         me.print("wrote it")
         me.output = b"[]"
 
-    with pytest.raises(AgentOutputError, match=r"record 1: a JSON array.*\nwrote it"):
-        async with FakeAgentLauncher(agent).open(spec()) as handle:
-            await handle.wait()
+    launcher = FakeAgentLauncher(agent)
+    async with launcher.open(spec()) as handle:
+        await handle.wait()
+        with pytest.raises(AgentOutputError, match=r"record 1: a JSON array.*\nwrote it"):
             await handle.read_output()
+    assert launcher.ended[0].has_failed
 
 
 async def test_leaving_the_block_ends_an_agent_that_still_works(autojump_clock):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import trio
+from builders_process import alive, eventually, new_tag, running_warden, shell, sleeper, status_of
 
 from relax_trio.errors import EngineFault
 from relax_trio.sync.process import ExitStatus, Warden
 from relax_trio.warden import tree
-from builders_process import alive, eventually, new_tag, running_warden, shell, sleeper, status_of
 
 pytestmark = pytest.mark.process
 
@@ -34,9 +34,7 @@ async def test_process_gets_directory_environment_null_stdin_and_log(tmp_path):
         assert status.returncode == 3
         assert str(status) == "exit code 3"
     log = (tmp_path / "run.log").read_bytes()
-    assert log == (
-        b"before\n" + os.fsencode(tmp_path) + b"\na  b \xc3\xa9\xff\nPATH PWD SHLVL WORD _ oops\n"
-    )
+    assert log == (b"before\n" + os.fsencode(tmp_path) + b"\na  b \xc3\xa9\xff\nPATH PWD SHLVL WORD _ oops\n")
 
 
 async def test_process_leads_a_session_and_its_signals_have_default_actions(tmp_path):
@@ -83,6 +81,7 @@ async def test_processes_inherit_no_descriptors(tmp_path):
         ({"argv": ["/nowhere/program"]}, errno.ENOENT, "/nowhere/program"),
         ({"argv": ["/etc/passwd"]}, errno.EACCES, "/etc/passwd"),
         ({"argv": ["/bin/bash", "-c", "x" * 200_000]}, errno.E2BIG, "/bin/bash"),
+        ({"cwd": Path("/" + "\u00e9" * 3000)}, errno.ENAMETOOLONG, "/" + "\u00e9" * 999),
         ({"env": {"A": "nul\0"}}, errno.EINVAL, "embedded null byte"),
         ({"log_path": Path("/nowhere/log")}, errno.ENOENT, "/nowhere/log"),
     ],
@@ -132,6 +131,7 @@ async def test_polite_tree_ends_within_its_grace(tmp_path):
             await eventually(lambda: "up" in (tmp_path / "run.log").read_text())
             started_s = trio.current_time()
         assert trio.current_time() - started_s < 5
+        assert 0 <= child.end_s < 5
         assert child.exit_status == ExitStatus(code=5)
         assert (tmp_path / "run.log").read_text().endswith("bye\n")
 
@@ -192,7 +192,8 @@ async def test_processes_that_fork_away_or_respawn_each_other_are_caught(tmp_pat
     hop = "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nwhile True:\n    if os.fork(): os._exit(0)\n"
     guard = (
         "import os, signal\nsignal.signal(15, signal.SIG_IGN)\n"
-        "while True:\n    child = os.fork()\n    if child: os.waitpid(child, 0)\n    else: os.setsid(); signal.pause()\n"
+        "while True:\n    child = os.fork()\n    if child: os.waitpid(child, 0)\n"
+        "    else: os.setsid(); signal.pause()\n"
     )
     script = f'"$PYTHON" -S -c "{hop}" {tag} & "$PYTHON" -S -c "{guard}" {tag} & sleep 1000'
     env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
@@ -293,6 +294,29 @@ async def test_killed_keeper_takes_its_tree_with_it_and_no_other(tmp_path):
         assert len(alive(tags[0])) == 1
 
 
+async def test_agent_that_stops_its_keeper_is_ended_all_the_same(tmp_path):
+    tag = new_tag()
+    async with running_warden() as warden:
+        async with shell(warden, f"kill -STOP $PPID; {sleeper(tag)}", tmp_path) as child:
+            await eventually(lambda: len(alive(tag)) == 1 and os.readlink(f"/proc/{child.pid}/exe").endswith("sleep"))
+        assert child.survivors == 0
+        assert alive(tag) == []
+
+
+async def test_warden_killed_with_reports_unread_takes_every_process_with_it(tmp_path):
+    tag = new_tag()
+    with pytest.RaisesGroup(EngineFault):
+        async with running_warden() as warden, shell(warden, f"({sleeper(tag)}) & read; exit 0", tmp_path) as child:
+            await eventually(lambda: alive(tag))
+            os.kill(warden.pid, signal.SIGSTOP)
+            os.kill(child.pid, signal.SIGKILL)  # its keeper tells the warden, which does not listen
+            await eventually(lambda: status_of(child.pid)["State"].startswith("Z"))
+            os.kill(warden.pid, signal.SIGKILL)
+            with trio.CancelScope(shield=True):
+                await eventually(lambda: alive(tag) == [])
+            await trio.sleep_forever()
+
+
 async def test_killed_warden_takes_every_process_with_it_and_is_a_fault_of_the_engine(tmp_path):
     tag = new_tag()
     waiters = []
@@ -353,7 +377,7 @@ async def test_sigkill_of_the_engine_leaves_no_process(tmp_path, forked_copy):
     tag = new_tag()
     script = tmp_path / "engine.py"
     script.write_text(engine_script(tag, tmp_path / "log", forked_copy=forked_copy))
-    engine = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    engine = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
     copy_pid = -1
     try:
         warden_pid, copy_pid = map(int, engine.stdout.readline().split())

@@ -42,7 +42,16 @@ def test_an_empty_parent_gives_the_seven_variables_and_the_loopback():
 
 @pytest.mark.parametrize(
     "name",
-    ["OPENAI_API_KEY", "HF_TOKEN", "my_secret", "DbPassword", "PASSWORDS", "TOKENIZERS_PARALLELISM", "RELAX_X", "RELAX_"],
+    [
+        "OPENAI_API_KEY",
+        "HF_TOKEN",
+        "my_secret",
+        "DbPassword",
+        "PASSWORDS",
+        "TOKENIZERS_PARALLELISM",
+        "RELAX_X",
+        "RELAX_",
+    ],
 )
 def test_secrets_and_reserved_names_are_not_inherited(name):
     assert name not in build({name: "x"})

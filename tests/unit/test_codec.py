@@ -21,7 +21,7 @@ from builders_tokens import (
     system,
     user,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_trio.data.messages import ImagePart, Message
@@ -47,6 +47,7 @@ def generated_text(message: Message) -> str:
     return rendered.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
 
 
+@settings(deadline=None)
 @given(
     history=st.lists(st.builds(user, text), min_size=1, max_size=2),
     turn=st.builds(assistant, text.filter(lambda t: "<|" not in t), reasoning=st.none() | text)
@@ -220,6 +221,7 @@ pieces = st.lists(
 ).map("".join)
 
 
+@settings(deadline=None)
 @given(written=pieces, stopped=st.booleans(), reasoning=st.sampled_from([None, "qwen3", "deepseek-r1"]))
 def test_a_message_sent_back_as_json_is_the_same_message(written, stopped, reasoning):
     turn = read(make_codec(reasoning=reasoning), written, stopped=stopped)

@@ -7,13 +7,16 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_trio.config.tree import RewardConfig
 from relax_trio.errors import CreditError
 from relax_trio.reward.credit import assign_credit, grpo_credits
 from relax_trio.testing.sample import make_sample
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 
 rewards_strategy = st.lists(st.floats(-1e6, 1e6, allow_nan=False, width=32), min_size=2, max_size=16)
 normalize = st.booleans()
@@ -41,6 +44,7 @@ def test_without_std_normalization_credit_is_centred_only():
     assert [sample.advantage for sample in samples] == [0.75, -0.25, -0.25, -0.25]
 
 
+@unhurried
 @given(rewards_strategy)
 def test_credit_equals_the_tensor_formula_of_other_trainers(rewards):
     tensor = torch.tensor(rewards, dtype=torch.float64)
@@ -52,6 +56,7 @@ def test_credit_equals_the_tensor_formula_of_other_trainers(rewards):
         assert grpo_credits(rewards) == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-7)
 
 
+@unhurried
 @given(rewards_strategy, normalize)
 def test_credit_has_mean_zero(rewards, normalize_std):
     credit = grpo_credits(rewards, normalize_std=normalize_std)
@@ -59,6 +64,7 @@ def test_credit_has_mean_zero(rewards, normalize_std):
     assert abs(math.fsum(credit)) <= 1e-9 * max(1.0, *map(abs, rewards)) * len(rewards)
 
 
+@unhurried
 @given(rewards_strategy, st.floats(0.01, 100), st.floats(-100, 100))
 def test_credit_does_not_change_when_rewards_are_scaled_and_shifted(rewards, scale, shift):
     credit = grpo_credits(rewards)
@@ -69,6 +75,7 @@ def test_credit_does_not_change_when_rewards_are_scaled_and_shifted(rewards, sca
         assert moved == pytest.approx(credit, rel=1e-3, abs=1e-3)
 
 
+@unhurried
 @given(rewards_strategy, normalize, st.randoms(use_true_random=False))
 def test_credit_follows_its_session_through_any_order(rewards, normalize_std, random):
     order = list(range(len(rewards)))
@@ -78,11 +85,13 @@ def test_credit_follows_its_session_through_any_order(rewards, normalize_std, ra
     assert grpo_credits([rewards[i] for i in order], normalize_std=normalize_std) == [credit[i] for i in order]
 
 
+@unhurried
 @given(st.floats(-1e300, 1e300, allow_nan=False), st.integers(0, 16), normalize)
 def test_equal_rewards_give_exactly_zero(reward, n, normalize_std):
     assert grpo_credits([reward] * n, normalize_std=normalize_std) == [0.0] * n
 
 
+@unhurried
 @given(rewards_strategy)
 def test_a_better_reward_never_gets_less_credit(rewards):
     pairs = sorted(zip(rewards, grpo_credits(rewards), strict=True))

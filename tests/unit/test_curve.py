@@ -6,10 +6,13 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_trio.observe.curve import draw_curve_png, draw_curve_text
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 
 series = st.lists(st.none() | st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=120)
 
@@ -70,6 +73,7 @@ def test_no_values_are_said_so(values, tmp_path):
     assert (tmp_path / "c.png").stat().st_size > 1000
 
 
+@unhurried
 @given(series, st.none() | series, st.integers(1, 200), st.integers(1, 60))
 def test_a_drawing_fits_its_page(values, control, width, height):
     drawing = draw_curve_text(values, title="A title that is rather long", width=width, height=height, control=control)

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 from attrs import asdict
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_trio.data.messages import ImagePart, Message, TextPart, ToolCall
@@ -25,6 +25,9 @@ from relax_trio.observe.dump import (
 from relax_trio.observe.sample_json import message_from_json, message_to_json, sample_from_json, sample_to_json
 from relax_trio.runtime.session import SessionReport
 from relax_trio.testing.sample import make_sample
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A busy machine is no failure."""
 
 text = st.text(st.characters(), max_size=12)  # half surrogate pairs among them
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -75,6 +78,7 @@ def samples(draw):
     )
 
 
+@unhurried
 @given(samples())
 def test_a_row_survives_the_round_trip_through_json_text_exactly(sample):
     back = sample_from_json(json.loads(json.dumps(sample_to_json(sample), allow_nan=False)))
@@ -83,6 +87,7 @@ def test_a_row_survives_the_round_trip_through_json_text_exactly(sample):
     assert repr(asdict(back, recurse=False)) == repr(asdict(sample, recurse=False))  # 1 is not 1.0, -0.0 not 0.0
 
 
+@unhurried
 @given(messages)
 def test_a_message_survives_the_round_trip_exactly(message):
     assert message_from_json(message_to_json(message)) == message
@@ -100,7 +105,7 @@ FACTS = SessionFacts(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(samples(), max_size=3), json_objects)
 def test_a_dump_is_read_back_as_it_was_written(tmp_path_factory, rows, extra):
     template = str(tmp_path_factory.mktemp("dump") / "step-{rollout_id}.jsonl")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from builders_forest import encode, spans
 from builders_tokens import LOOK, assistant, result, system, user
 from hypothesis import given, settings
@@ -86,35 +86,67 @@ class Reference:
         return None, 0, 0
 
 
+def mostly(common, *rare):
+    """`common` eight times as often as all of `rare` together."""
+    return st.sampled_from([common] * (8 * len(rare)) + list(rare))
+
+
+@frozen(kw_only=True)
+class Operation:
+    """One request: some committed conversation, changed, with new messages; and what comes of it."""
+
+    back: int  # which node is continued, counted from the last one
+    other_tree: int  # sent with the tools and arguments of another tree
+    cut: int  # how many of its last messages are cut off
+    drop: int  # which assistant messages lose their reasoning
+    own: int | None  # an answer of the agent's own making, before the new messages
+    new: tuple[int, ...]
+    reply: int
+    delay: int  # how many turns later it commits
+    delivered: bool
+    n_tokens: int
+
+
 operations = st.lists(
-    st.tuples(
-        st.integers(0, 2),  # tree
-        st.integers(0, 30),  # which known conversation is continued
-        st.integers(0, 6),  # how many of its last messages are cut off
-        st.integers(0, 3),  # which assistant messages lose their reasoning
-        st.lists(st.integers(0, len(NEW) - 1), min_size=1, max_size=2),
-        st.none() | st.integers(0, len(REPLIES) - 1),  # an answer of the agent's own making, before the new messages
-        st.integers(0, len(REPLIES) - 1),
-        st.integers(0, 2),  # how many turns later it commits
-        st.booleans(),  # delivered
-        st.integers(0, 3),  # generated tokens
+    st.builds(
+        Operation,
+        back=st.integers(0, 5),
+        other_tree=mostly(0, 1, 2),
+        cut=mostly(0, 1, 2, 3, 4),
+        drop=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        own=mostly(None, *range(len(REPLIES))),
+        new=st.sampled_from([(0,), (1,), (2,), (3,), (4,), (0, 1), (3, 4)]),
+        reply=st.integers(0, len(REPLIES) - 1),
+        delay=mostly(0, 1, 2),
+        delivered=mostly(True, False),
+        n_tokens=st.integers(0, 3),
     ),
     min_size=1,
-    max_size=14,
+    max_size=16,
 )
 
 
-def request(forest: SessionForest, operation: tuple) -> tuple[Message, ...]:
-    _, which, cut, drop, new, own, *_ = operation
-    known = [forest.messages(node) for node in forest.nodes]
-    history = list(known[which % len(known)])
-    history = history[: max(0, len(history) - cut)]
+def request(forest: SessionForest, operation: Operation) -> tuple[int, tuple[Message, ...]]:
+    """Number of the tree, and the messages."""
+    node = forest.nodes[-1 - operation.back % len(forest.nodes)]
+    own_tree = (
+        0
+        if node.tree is None
+        else next(
+            i
+            for i, (tools, kwargs) in enumerate(TREES)
+            if (tools, kwargs) == (node.tree.tools, node.tree.chat_template_kwargs)
+        )
+    )
+    history = list(forest.messages(node))
+    history = history[: max(0, len(history) - operation.cut)]
     for index, message in enumerate(history):
-        if message.role == "assistant" and (drop >> (index % 2)) & 1:
+        if message.role == "assistant" and (operation.drop >> (index // 2 % 2)) & 1:
             history[index] = evolve(message, reasoning_content=None, content=message.content or "")
-    if own is not None:
-        history.append(REPLIES[own])
-    return (*history, *(NEW[index] for index in new))
+    if operation.own is not None:
+        history.append(REPLIES[operation.own])
+    tree = (own_tree + operation.other_tree) % len(TREES)
+    return tree, (*history, *(NEW[index] for index in operation.new))
 
 
 def check_match(reference: Reference, tree: int, messages: tuple[Message, ...], match: Match) -> None:
@@ -132,8 +164,8 @@ def check_match(reference: Reference, tree: int, messages: tuple[Message, ...], 
     assert match.n_restored == n_restored
 
 
-def commit(forest: SessionForest, reference: Reference, tree: int, match: Match, operation: tuple) -> None:
-    *_, reply, _, delivered, n_tokens = operation
+def commit(forest: SessionForest, reference: Reference, tree: int, match: Match, operation: Operation) -> None:
+    reply, n_tokens = operation.reply, operation.n_tokens
     observation_ids = array("i") if match.observation else encode(match.new_messages)
     sent = forest.tokens(match.observation or match.parent) + observation_ids
     serial = len(forest.nodes)
@@ -160,18 +192,17 @@ def commit(forest: SessionForest, reference: Reference, tree: int, match: Match,
         reference.observations.setdefault((tree, before), node.parent)
         reference.responses[key] = node
         reference.sent[node.id] = (sent + generated, n_tokens)
-    if delivered:
+    if operation.delivered:
         forest.mark_delivered(node)
 
 
-def play(forest: SessionForest, reference: Reference, script: list[tuple]) -> None:
-    waiting: list[tuple[int, int, Match, tuple]] = []
+def play(forest: SessionForest, reference: Reference, script: list[Operation]) -> None:
+    waiting: list[tuple[int, int, Match, Operation]] = []
     for clock, operation in enumerate(script):
-        tree = operation[0]
-        messages = request(forest, operation)
+        tree, messages = request(forest, operation)
         match = forest.match(messages, *TREES[tree])
         check_match(reference, tree, messages, match)
-        waiting.append((clock + operation[7], tree, match, operation))
+        waiting.append((clock + operation.delay, tree, match, operation))
         for due in [entry for entry in waiting if entry[0] <= clock]:
             waiting.remove(due)
             commit(forest, reference, *due[1:])

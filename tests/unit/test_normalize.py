@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_trio.data.messages import ImagePart, Message, TextPart, ToolCall
@@ -140,6 +140,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(), json_values, max_size=4), st.sampled_from([None, 1, 4]), st.booleans())
 def test_rewriting_arguments_as_json_clients_do_changes_nothing(value, indent, as_text):
     first = canonical_arguments(value)
@@ -148,6 +149,7 @@ def test_rewriting_arguments_as_json_clients_do_changes_nothing(value, indent, a
     assert canonical_arguments(first) == first
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=6))
 def test_normalizing_what_was_normalized_is_the_identity(roles):
     raw = [{"role": role, "content": f"{role} text", "tool_call_id": "c" if role == "tool" else None} for role in roles]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_trio.errors import ConfigError
@@ -86,6 +86,7 @@ def test_nesting_without_end_is_text():
     assert tool_call_parser("qwen25").split(text).content == text
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from([call(LOOK), "<tool_call>", "</tool_call>", "{", "}", '"', "\\", '{"name": "f"}', "\n"])

@@ -76,10 +76,15 @@ class Engine:
         """Work until `Stop`; blocks while there is nothing to do."""
         with torch.inference_mode():
             while self._take():
+                # What a command ended need not wait for the step.
+                self._flush()
                 self._step()
-                if self._finished:
-                    finished, self._finished = self._finished, []
-                    self._deliver(finished)
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._finished:
+            finished, self._finished = self._finished, []
+            self._deliver(finished)
 
     # --- commands ---------------------------------------------------------------------------------------------
 
