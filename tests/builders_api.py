@@ -13,7 +13,7 @@ from relax_trio.api.serve import ApiServer
 from relax_trio.config.tree import ServerConfig
 from relax_trio.data.messages import Message, ToolCall
 from relax_trio.data.request import Completion, Usage
-from relax_trio.ids import NodeId, PlaceId, RequestId
+from relax_trio.ids import NodeId, RequestId
 from relax_trio.sync.cpu import InlineCpuPool
 
 CREDENTIAL = "rs-secret-of-the-session"
@@ -78,7 +78,7 @@ class FakeCall:
 class FakeSession:
     """A Session whose calls all take `delay_s` virtual seconds and end with `answer`."""
 
-    place: PlaceId = PlaceId("G17/2")
+    place: str = "G17/2"
     delay_s: float = 0.0
     answer: Completion | Exception = field(factory=make_completion)
     refusal: Exception | None = None

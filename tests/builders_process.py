@@ -17,11 +17,12 @@ GRACE_S = 0.2
 
 @asynccontextmanager
 async def running_warden():
-    """A warden service for the length of the block."""
-    async with Services.open() as services:
-        warden = Warden()
-        await services.start(warden.run, name="warden", stop_s=STOP_S)
-        yield warden
+    """A warden service for the length of the block, which fails rather than hangs."""
+    with trio.fail_after(60):
+        async with Services.open() as services:
+            warden = Warden()
+            await services.start(warden.run, name="warden", stop_s=STOP_S)
+            yield warden
 
 
 def shell(warden, script, tmp_path, *, grace_s=GRACE_S, env=None, cwd=None, log="run.log", name="test"):

@@ -8,9 +8,7 @@ from openai import OpenAI
 
 def openai_completion():
     """Make `complete` for the tool loop of `agent.py`. No timeout: the engine may hold a request while it trains."""
-    client = OpenAI(
-        base_url=os.environ["RELAX_BASE_URL"], api_key=os.environ["RELAX_SESSION_ID"], timeout=None
-    )
+    client = OpenAI(base_url=os.environ["RELAX_BASE_URL"], api_key=os.environ["RELAX_SESSION_ID"], timeout=None)
 
     def complete(messages):
         completion = client.chat.completions.create(

@@ -22,7 +22,7 @@ from relax_trio.api.chat import CHAT
 from relax_trio.api.dialect import Dialect, ParsedRequest, reply_bytes
 from relax_trio.api.envelopes import error_envelope
 from relax_trio.api.failures import tell_failure
-from relax_trio.api.reply import Reply, ReplyTracker, find_reply, last_part
+from relax_trio.api.reply import ReplyTracker, find_reply
 from relax_trio.api.sessions import SessionDirectory, SessionPort
 from relax_trio.api.sse import call_name, sse_frames
 from relax_trio.config.tree import ServerConfig
@@ -125,7 +125,7 @@ class _Api:
     async def _model_request(self, dialect: Dialect) -> Response:
         """The front half of one model request."""
         session = self._session()
-        reply = _reply()
+        reply = find_reply(request.scope)
         reply.place = session.place
         parsed = await self._parse(dialect)
         call = session.submit(parsed.request)
@@ -227,7 +227,7 @@ class _Api:
             headers["www-authenticate"] = "Bearer"
         if isinstance(exc, WerkzeugMethodNotAllowed) and exc.valid_methods:
             headers["allow"] = ", ".join(sorted(exc.valid_methods))
-        await drain_body(request.body, max_bytes=self._max_bytes)
+        await drain_body(request.body)
         return _json(error_envelope(request.path, error), error.status, headers)
 
 
@@ -242,15 +242,9 @@ def _as_protocol_error(exc: Exception) -> ProtocolError:
         error = InvalidRequest(exc.description or exc.name)
         error.status = exc.code
         return error
-    place = _reply().place
+    place = find_reply(request.scope).place
     tell_failure(exc, place=place, path=request.path, secret=_bearer(request.headers))
     return InternalError(f"the request failed inside relax_trio{f' at {place}' if place else ''}; its log says why")
-
-
-def _reply() -> Reply:
-    reply = find_reply(request.scope)
-    assert reply is not None, "the tracker wraps the app"
-    return reply
 
 
 def _credential(headers: Headers) -> str:
@@ -289,6 +283,6 @@ def _json(value: JsonObject, status: int = 200, headers: Headers | None = None) 
 
 
 def _response(body: bytes, status: int = 200, headers: Headers | None = None) -> Response:
-    response = Response(last_part(body, _reply()), status, headers, content_type="application/json")
+    response = Response(find_reply(request.scope).last_part(body), status, headers, content_type="application/json")
     response.content_length = len(body)
     return response

@@ -1,25 +1,30 @@
 """The HTTP server: binds, serves until told to stop, stops within bounded time.
 
-Stopping goes by Hypercorn's trigger, never by cancelling it first: a cancelled server leaves its clients hanging, a
-triggered one closes idle connections at once and gives the others `GRACEFUL_S`.
+Hypercorn speaks HTTP on each connection; accepting and stopping are done here, because its own `serve` gives no access
+to connections, and so neither to the fate of a write (transport.py) nor to a client that will not let go. Stopping is
+never cancelling first, which leaves clients hanging: idle connections are closed at once, the others get `GRACEFUL_S`.
 """
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 from functools import partial
+from typing import Any, cast
 
 import trio
+from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.config import Config as HypercornConfig
-from hypercorn.trio import serve
+from hypercorn.trio.tcp_server import TCPServer
+from hypercorn.trio.worker_context import WorkerContext
+from hypercorn.typing import ConnectionState
 from quart_trio import QuartTrio
 
 from relax_trio.api.app import BASE_PATH
+from relax_trio.api.reply import over
 from relax_trio.api.server_log import ServerLog
+from relax_trio.api.transport import Transport
 from relax_trio.config.tree import ServerConfig
-from relax_trio.errors import ConfigError, EngineFault, boundary
+from relax_trio.errors import ConfigError, boundary
 from relax_trio.sync.cleanup import cleanup_scope
 from relax_trio.sync.services import Services
 
@@ -52,6 +57,7 @@ class ApiServer:
         self._config = config
         self._stopping = trio.Event()
         self._ended = trio.Event()
+        self._transports: set[Transport] = set()
 
     def stop(self) -> None:
         """Ask the server to end; `run` returns within `GRACEFUL_S` and a little."""
@@ -64,48 +70,59 @@ class ApiServer:
 
         Raises:
           ConfigError: the address can't be bound; nothing was started.
-          EngineFault: the server ended unasked.
 
         Cancellation: as `stop`, then Cancelled; takes at most `GRACEFUL_S` + 3 `MARGIN_S`.
         """
         listener = _bind(self._config)
-        port = int(listener.getsockname()[1])
+        url = _base_url(self._config.host, int(listener.socket.getsockname()[1]))
         async with Services.open() as services:
-            await services.start(partial(self._serve, listener), name="hypercorn", stop_s=MARGIN_S)
+            await services.start(partial(self._serve, listener), name="connections", stop_s=MARGIN_S)
             try:
-                task_status.started(_base_url(self._config.host, port))
+                task_status.started(url)
                 await self._stopping.wait()
             finally:
                 self._stopping.set()
-                await self._end(port)
+                await self._end()
 
-    async def _end(self, port: int) -> None:
+    async def _end(self) -> None:
         with cleanup_scope(GRACEFUL_S + MARGIN_S, "requests open at the end of the http server"):
             await self._ended.wait()
         if not self._ended.is_set():
             # Hypercorn shields its writes without a bound: a client that stopped reading would hold the server.
-            _cut_connections(port)
+            for transport in self._transports:
+                transport.cut()
             with cleanup_scope(MARGIN_S, "connections of the http server"):
                 await self._ended.wait()
 
-    async def _serve(self, listener: socket.socket, *, task_status: trio.TaskStatus[list[str]]) -> None:
-        config = _hypercorn_config(listener)
+    async def _serve(self, listener: trio.SocketListener, *, task_status: trio.TaskStatus[None]) -> None:
+        """Accept until told to stop; close idle connections at once, give the others `GRACEFUL_S`."""
+        config, context = _hypercorn_config(), WorkerContext(None)
+
+        async def connection(stream: trio.SocketStream) -> None:
+            transport = Transport(stream)
+            app = ASGIWrapper(over(transport, self._app))
+            self._transports.add(transport)
+            try:
+                await TCPServer(app, config, context, ConnectionState({}), cast("Any", transport)).run()
+            finally:
+                self._transports.discard(transport)
+
         try:
-            await serve(
-                self._app,
-                config,
-                shutdown_trigger=self._stopping.wait,
-                task_status=task_status,
-                mode="asgi",
-            )
+            async with trio.open_nursery() as connections:
+                async with trio.open_nursery() as accepting:
+                    await accepting.start(
+                        partial(trio.serve_listeners, connection, [listener], handler_nursery=connections)
+                    )
+                    task_status.started()
+                    await self._stopping.wait()
+                    accepting.cancel_scope.cancel(reason="the http server stops")
+                await context.terminated.set()
+                connections.cancel_scope.deadline = trio.current_time() + GRACEFUL_S
         finally:
             self._ended.set()
-        if not self._stopping.is_set():
-            raise EngineFault("the http server ended although nobody stopped it")
 
 
-def _bind(config: ServerConfig) -> socket.socket:
-    """A listening socket. Bound here rather than by Hypercorn, so that a failure is one plain error."""
+def _bind(config: ServerConfig) -> trio.SocketListener:
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     where = (
         f"--host {config.host} --port {config.port} can't be listened on (another port, or 0 for a free one, may do)"
@@ -118,17 +135,14 @@ def _bind(config: ServerConfig) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    return listener
+    return trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
 
-def _hypercorn_config(listener: socket.socket) -> HypercornConfig:
+def _hypercorn_config() -> HypercornConfig:
     config = HypercornConfig()
-    config.bind = [f"fd://{listener.detach()}"]
     config.accesslog = None
     config.errorlog = None
     config.logger_class = ServerLog
-    config.backlog = BACKLOG
-    config.graceful_timeout = GRACEFUL_S
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.keep_alive_max_requests = 2**31
     config.read_timeout = None
@@ -141,18 +155,3 @@ def _base_url(host: str, port: int) -> str:
     """What agents of this machine use: a wildcard address is no destination."""
     name = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{name}]' if ':' in name else name}:{port}{BASE_PATH}"
-
-
-def _cut_connections(port: int) -> None:
-    """Shut down every connection that this process accepted on `port`; the tasks that use them then fail at once."""
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
-        try:
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                inet = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
-                if inet and copy.getsockname()[1] == port:
-                    copy.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # closed meanwhile, or the listener itself, which has no peer

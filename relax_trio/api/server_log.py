@@ -1,4 +1,4 @@
-"""Hypercorn's log, turned into what this project needs of it: broken connections, and events for errors."""
+"""Hypercorn's log, turned into events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hypercorn.logging import Logger
 
 from relax_trio.api.failures import tell_failure
-from relax_trio.api.reply import find_reply
 from relax_trio.events import emit
 
 if TYPE_CHECKING:
@@ -19,10 +18,7 @@ class ServerLog(Logger):
     """Writes no lines of its own: headers, and so credentials, never reach a log."""
 
     async def access(self, request: WWWScope, response: ResponseSummary | None, request_time: float) -> None:
-        """Called at the end of each response, and without one the instant a connection breaks before."""
-        reply = find_reply(request)
-        if response is None and reply is not None:
-            reply.lost()
+        """Nothing."""
 
     async def exception(self, message: str, *args: Any, **kwargs: Any) -> None:
         """An exception that the framework did not turn into a response."""

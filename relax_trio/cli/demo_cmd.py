@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from relax_trio.cli.common import find_checkpoint, open_run, warn
+from relax_trio.cli.common import DEMO, find_checkpoint, open_run, warn
 from relax_trio.config.check import check_config
 from relax_trio.config.option import option, positive
 from relax_trio.config.parse import Resolved, parse_command
@@ -65,14 +65,24 @@ def _defaults() -> Mapping[str, object]:
 
     recipe = DemoRecipe()
     return {
-        "hf_checkpoint": "demo",
-        "agent_command": shlex.join([sys.executable, str(agent_path())]),
+        "hf_checkpoint": DEMO,
+        # Without site packages, which the agent needs none of, a process starts in half the time.
+        "agent_command": shlex.join([sys.executable, "-I", "-S", str(agent_path())]),
         "agent_cwd": agent_path().parent,
-        "label_key": "label",
         "input_key": "messages",
-        "agentic_tool_call_parser": "qwen25",
+        "label_key": "label",
         "rollout_shuffle": True,
-        **recipe.flags(),
+        "agentic_tool_call_parser": "qwen25",
+        "num_rollout": recipe.n_steps,
+        "n_samples_per_prompt": recipe.n_samples_per_prompt,
+        "rollout_batch_size": recipe.rollout_batch_size,
+        "rollout_temperature": recipe.temperature,
+        "rollout_max_response_len": recipe.max_response_len,
+        "rollout_max_context_len": recipe.max_context_len,
+        "embedded_threads": 1,  # the agents need the other core
+        "lr": recipe.lr,
+        "clip_grad": recipe.clip_grad,
+        "eps_clip": recipe.eps_clip,
     }
 
 
@@ -95,11 +105,11 @@ def _with_data(resolved: Resolved, run_dir: Path) -> Resolved:
     data_dir.mkdir(exist_ok=True)
     if config.data.prompt_data is None:
         path = data_dir / "train.jsonl"
-        write_dataset(path, n_rows=recipe.n_rows, seed=recipe.data_seed, held_out=False)
+        write_dataset(path, n_rows=recipe.n_train_rows, seed=recipe.train_seed, held_out=False)
         config = evolve(config, data=evolve(config.data, prompt_data=str(path)))
     if not config.eval.eval_prompt_data:
         path = data_dir / "held_out.jsonl"
-        write_dataset(path, n_rows=recipe.n_eval_rows, seed=recipe.data_seed, held_out=True)
+        write_dataset(path, n_rows=recipe.n_eval_rows, seed=recipe.eval_seed, held_out=True)
         names = (EVAL_NAME, str(path))
         interval = config.eval.eval_interval or config.rollout.num_rollout
         config = evolve(config, eval=evolve(config.eval, eval_prompt_data=names, eval_interval=interval))

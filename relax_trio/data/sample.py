@@ -80,7 +80,7 @@ class Sample:
       tokens: `array('i')`, prompt and response.
       response_length: tokens after the prompt (R).
       loss_mask: R ints of 0 or 1.
-      rollout_log_probs: R natural-log probabilities, 0.0 where the mask is 0.
+      rollout_log_probs: R natural-log probabilities, 0.0 on observation tokens.
       reward: primary reward as exported or as the RM gave it, None while there is none.
       metadata: exported metadata of the context over the row's metadata.
       output_metadata: what the agent exported, without the row's.

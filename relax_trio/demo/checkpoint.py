@@ -22,7 +22,13 @@ from relax_trio.errors import ConfigError, boundary
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-_REQUIRED_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+_REQUIRED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "chat_template.jinja",
+)
 
 
 def fingerprint(recipe: DemoRecipe) -> str:

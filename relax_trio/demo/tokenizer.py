@@ -129,9 +129,7 @@ def first_prompt_text(question: str) -> str:
 
 def tool_result_text(content: str) -> str:
     """What follows the model's end of turn when its call was answered with `content`."""
-    return (
-        f"\n<|im_start|>user\n<tool_response>\n{content}\n</tool_response>{END_OF_TURN}\n{_GENERATION_PROMPT}"
-    )
+    return f"\n<|im_start|>user\n<tool_response>\n{content}\n</tool_response>{END_OF_TURN}\n{_GENERATION_PROMPT}"
 
 
 @cache

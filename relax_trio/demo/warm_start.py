@@ -34,9 +34,7 @@ class Row:
     trained: Sequence[bool]
 
 
-def warm_start(
-    tokenizer: DemoTokenizer, recipe: DemoRecipe, progress: Progress | None = None
-) -> Qwen3ForCausalLM:
+def warm_start(tokenizer: DemoTokenizer, recipe: DemoRecipe, progress: Progress | None = None) -> Qwen3ForCausalLM:
     """Make the demo model and train it on demonstrations.
 
     Blocks for about `recipe.warm_start.n_steps` × 0.1 s; call it in a worker thread. An exception that

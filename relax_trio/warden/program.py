@@ -128,8 +128,6 @@ class Warden:
                 keeper.control.send(json.dumps(order).encode())
             except OSError:
                 pass  # done, or killed: its end is told once it is noticed
-            if keeper.pid in self._keeper_pids:
-                send(keeper.pid, signal.SIGCONT)  # an agent may have stopped its parent
 
     def _hear(self, keeper: _Keeper) -> None:
         """Pass on a keeper's report, or notice its end."""
@@ -154,10 +152,13 @@ class Warden:
         """Collect dead children; kill the orphans that dead keepers left, and tell of their end."""
         has_orphans = False
         for pid in children_of(os.getpid()):
-            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+            changed, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if changed and not os.WIFSTOPPED(status):
                 self._keeper_pids.discard(pid)
             elif pid not in self._keeper_pids:
                 has_orphans = True
+            elif changed:
+                send(pid, signal.SIGCONT)  # an agent stopped its parent, which must go on listening
         if has_orphans:
             kill_descendants(spare=self._keeper_pids)
             return

@@ -59,18 +59,14 @@ def test_the_loaded_tokenizer_encodes_as_the_trained_one(short_checkpoint: Path)
 def test_a_cached_checkpoint_is_returned_without_training(cache: Path, short_checkpoint: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in short_checkpoint.iterdir()}
     calls: list[int] = []
-    again = ensure_demo_checkpoint(
-        cache_dir=cache, recipe=SHORT, progress=lambda done, total, loss: calls.append(done)
-    )
+    again = ensure_demo_checkpoint(cache_dir=cache, recipe=SHORT, progress=lambda done, total, loss: calls.append(done))
     assert again == short_checkpoint
     assert calls == []
     assert {path.name: path.stat().st_mtime_ns for path in short_checkpoint.iterdir()} == before
     assert [path.name for path in cache.iterdir()] == [f"demo-{fingerprint(SHORT)}"]
 
 
-def test_building_twice_gives_the_same_bytes_and_leaves_torch_as_it_was(
-    tmp_path: Path, short_checkpoint: Path
-) -> None:
+def test_building_twice_gives_the_same_bytes_and_leaves_torch_as_it_was(tmp_path: Path, short_checkpoint: Path) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     calls: list[tuple[int, int]] = []
     again = ensure_demo_checkpoint(
@@ -173,9 +169,7 @@ def test_the_demo_policy_is_a_mixture_that_reinforcement_can_improve() -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     rng = random.Random(1)
     n_single = round(400 * DemoRecipe().one_operation_share)
-    questions = [
-        draw_question(rng, n_operations=1 if index < n_single else 2, held_out=True) for index in range(400)
-    ]
+    questions = [draw_question(rng, n_operations=1 if index < n_single else 2, held_out=True) for index in range(400)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sampled = success_rate(model, tokenizer, questions, do_sample=True)

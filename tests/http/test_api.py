@@ -25,7 +25,8 @@ STREAM_BODY = json.dumps({"messages": HI, "stream": True}).encode()
 
 
 async def read_all(stream) -> bytes:
-    return b"".join([chunk async for chunk in stream])
+    async with stream:
+        return b"".join([chunk async for chunk in stream])
 
 
 async def read_until(stream, end: bytes) -> bytes:
@@ -109,13 +110,11 @@ async def test_an_error_of_the_turn_is_a_reply_that_was_delivered(loopback_clock
 
 async def test_sse_opens_at_once_beats_every_15_s_and_ends_together(loopback_clock):
     session = FakeSession(delay_s=47.0)
-    frames = []
     async with open_api(session) as api:
         start = trio.current_time()
         body = {"messages": HI, "stream": True}
         async with api.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            async for chunk in response.aiter_raw():
-                frames.append((round(trio.current_time() - start, 6), chunk))
+            frames = [(round(trio.current_time() - start, 6), chunk) async for chunk in response.aiter_raw()]
 
     assert response.headers["content-type"].startswith("text/event-stream")
     assert [at for at, _ in frames] == [0.0, 15.0, 30.0, 45.0, 47.0]
@@ -230,6 +229,19 @@ async def test_a_large_reply_is_delivered_when_its_last_byte_goes_out(loopback_c
 
     assert len(reply) > 32_000_000
     assert session.ends == [("delivered", 30.0)]
+
+
+@pytest.mark.parametrize(("body", "end"), [(BODY, b"}}}"), (STREAM_BODY, b"[DONE]\n\n\r\n")], ids=["json", "sse"])
+async def test_a_client_that_leaves_on_the_last_byte_was_served(loopback_clock, body, end):
+    """An agent may exit on its last event, before the server has closed the response."""
+    session = FakeSession(delay_s=10.0)
+    async with open_api(session) as api:
+        for _ in range(20):
+            async with await connect(api) as stream:
+                await stream.send_all(raw_request(api, body))
+                await read_until(stream, end)
+
+    assert [how for how, _ in session.ends] == ["delivered"] * 20
 
 
 async def test_a_pipelined_client_gets_its_replies_one_after_another(loopback_clock):

@@ -90,16 +90,12 @@ def run_agent(
         "NO_PROXY": "127.0.0.1",
     }
     command = [sys.executable, str(QUICKSTART / agent)]
-    done = subprocess.run(
-        command, env=os.environ | relax, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, env=os.environ | relax, capture_output=True, text=True, timeout=120, check=False)
     return done, json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_a_right_answer_by_two_calls_earns_the_reward_and_keeps_the_whole_history(
-    agent: str, tmp_path: Path
-) -> None:
+def test_a_right_answer_by_two_calls_earns_the_reward_and_keeps_the_whole_history(agent: str, tmp_path: Path) -> None:
     if agent == "agent_openai.py":
         pytest.importorskip("openai")
     replies = [call(3, "+", 4), call(7, "*", 5), say("Answer: 35")]

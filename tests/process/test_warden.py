@@ -297,20 +297,23 @@ async def test_killed_keeper_takes_its_tree_with_it_and_no_other(tmp_path):
 async def test_agent_that_stops_its_keeper_is_ended_all_the_same(tmp_path):
     tag = new_tag()
     async with running_warden() as warden:
-        async with shell(warden, f"kill -STOP $PPID; {sleeper(tag)}", tmp_path) as child:
-            await eventually(lambda: len(alive(tag)) == 1 and os.readlink(f"/proc/{child.pid}/exe").endswith("sleep"))
-        assert child.survivors == 0
+        async with shell(warden, f"kill -STOP $PPID; {sleeper(tag)}", tmp_path, grace_s=5) as child:
+            await eventually(lambda: os.readlink(f"/proc/{child.pid}/exe").endswith("sleep"))
+            keeper = int(status_of(child.pid)["PPid"])
+            await eventually(lambda: status_of(keeper)["State"].startswith("S"))
+        assert child.exit_status == ExitStatus(signal=15)
         assert alive(tag) == []
 
 
 async def test_warden_killed_with_reports_unread_takes_every_process_with_it(tmp_path):
     tag = new_tag()
     with pytest.RaisesGroup(EngineFault):
-        async with running_warden() as warden, shell(warden, f"({sleeper(tag)}) & read; exit 0", tmp_path) as child:
+        async with running_warden() as warden, shell(warden, f"({sleeper(tag)}) & wait", tmp_path) as child:
             await eventually(lambda: alive(tag))
             os.kill(warden.pid, signal.SIGSTOP)
             os.kill(child.pid, signal.SIGKILL)  # its keeper tells the warden, which does not listen
             await eventually(lambda: status_of(child.pid)["State"].startswith("Z"))
+            await trio.sleep(0.2)  # for the keeper to say so; too short would only make the test weaker
             os.kill(warden.pid, signal.SIGKILL)
             with trio.CancelScope(shield=True):
                 await eventually(lambda: alive(tag) == [])
@@ -325,7 +328,7 @@ async def test_killed_warden_takes_every_process_with_it_and_is_a_fault_of_the_e
         async with running_warden() as warden, shell(warden, script, tmp_path) as child:
             await eventually(lambda: alive(tag))
             os.kill(warden.pid, signal.SIGKILL)
-            with trio.CancelScope(shield=True):
+            with trio.CancelScope(shield=True), trio.fail_after(20):
                 try:
                     await child.wait_exit()
                 except EngineFault as exc:

@@ -36,9 +36,7 @@ def called(a: int, op: str, b: int) -> dict:
     return {
         "role": "assistant",
         "content": None,
-        "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "calculate", "arguments": arguments}}
-        ],
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "calculate", "arguments": arguments}}],
     }
 
 
