@@ -10,7 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
 
-from quart import has_request_context, request
+from quart import request
 from quart.wrappers import Response
 from quart_trio import QuartTrio
 from werkzeug.datastructures import Headers
@@ -218,8 +218,6 @@ class _Api:
 
     async def refuse(self, exc: Exception) -> Response:
         """Answer an exception of a view, or of routing, in the envelope of its path."""
-        if not has_request_context():  # a WebSocket, which nothing here speaks
-            return Response("this API speaks HTTP only", 404)
         error, headers = _as_protocol_error(exc), Headers()
         if not error.retryable:
             headers["x-should-retry"] = "false"

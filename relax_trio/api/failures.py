@@ -18,8 +18,14 @@ def tell_failure(exc: BaseException, *, place: PlaceId | None, path: str, secret
       path: what was asked.
       secret: text that must not appear, i.e. the credential.
     """
-    error = f"{type(exc).__name__}: {exc}"
+    error = "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(exc))
     trace = "".join(traceback.format_exception(exc))[-_MAX_TRACE_CHARS:]
     if secret:
         error, trace, path = (text.replace(secret, "<credential>") for text in (error, trace, path))
     emit("api.failed", place=place, path=path, error=error, trace=trace)
+
+
+def _leaves(exc: BaseException) -> list[BaseException]:
+    if not isinstance(exc, BaseExceptionGroup):
+        return [exc]
+    return [leaf for inner in exc.exceptions for leaf in _leaves(inner)]

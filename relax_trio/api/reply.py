@@ -80,6 +80,11 @@ class ReplyTracker:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one scope."""
+        if (
+            scope["type"] == "websocket"
+        ):  # spoken by nothing here; refused before the framework makes a connection of it
+            await send({"type": "websocket.close"})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -8,7 +8,7 @@ import trio
 
 from relax_trio.api.dialect import Dialect, ParsedRequest
 from relax_trio.api.failures import tell_failure
-from relax_trio.api.reply import Reply, last_part
+from relax_trio.api.reply import Reply
 from relax_trio.api.sessions import CallPort
 from relax_trio.data.request import Completion
 from relax_trio.errors import InternalError, ProtocolError
@@ -36,7 +36,7 @@ async def sse_frames(
             frames = await _terminal(dialect, parsed, call, place)
         if frames is None:
             yield dialect.sse_heartbeat()
-    async for part in last_part(frames, reply):
+    async for part in reply.last_part(frames):
         yield part
 
 

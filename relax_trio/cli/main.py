@@ -27,6 +27,9 @@ COMMANDS = MappingProxyType(
     }
 )
 
+_OPENMP = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"})
+"""Set before torch is loaded: idle OpenMP threads sleep instead of spinning, because agents need the same cores."""
+
 EXIT_FAILED = 1
 EXIT_USAGE = 64
 EXIT_INTERRUPTED = 130
@@ -45,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       BaseException: anything that is a bug of relax_trio, for its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    for name, value in _OPENMP.items():
+        os.environ.setdefault(name, value)
     try:
         return _dispatch(words)
     except KeyboardInterrupt:

@@ -74,14 +74,14 @@ def ensure_demo_checkpoint(
         model = warm_start(tokenizer, recipe, progress)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
         try:
-            _save(model, tokenizer, building)
+            save_checkpoint(model, tokenizer, building)
             _publish(building, final)
         finally:
             shutil.rmtree(building, ignore_errors=True)
     return final
 
 
-def _save(model: Qwen3ForCausalLM, tokenizer: DemoTokenizer, directory: Path) -> None:
+def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: DemoTokenizer, directory: Path) -> None:
     """Write a plain Hugging Face directory. Not by the model's `save_pretrained`, which draws a progress bar."""
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -118,8 +118,9 @@ def _draw_number(rng: random.Random) -> int:
 def write_dataset(path: Path, *, n_rows: int, seed: int, held_out: bool) -> None:
     """Write distinct questions as JSON Lines rows {"messages", "label", "metadata": {"answer", "n_operations"}}.
 
-    Training and held-out files never share a question, whatever their seeds. One-operation questions are spread
-    evenly, so that any few rows in sequence are equally hard and step rewards can be compared. ConfigError if `n_rows` is over `MAX_ROWS`.
+    Training and held-out files never share a question, whatever their seeds. One-operation questions are
+    spread evenly, so that any few rows in sequence are equally hard and step rewards can be compared.
+    ConfigError if `n_rows` is over `MAX_ROWS`.
     """
     if not 0 < n_rows <= MAX_ROWS:
         raise ConfigError(f"The demo's data set {path} can have 1 to {MAX_ROWS} rows, not {n_rows}.")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -51,7 +51,7 @@ class DemoTokenizer:
         found = self._bpe.token_to_id(token)
         if found is None:
             raise KeyError(token)
-        return cast("int", found)
+        return found
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text by itself, control tokens included, nothing added."""
@@ -61,7 +61,7 @@ class DemoTokenizer:
         """Wrap as the Hugging Face class, with the template: what `save_pretrained` and everyone else uses."""
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=self._bpe,
             eos_token=END_OF_TURN,
             pad_token=PADDING,

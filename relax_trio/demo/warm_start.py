@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +18,7 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from relax_trio.demo.recipe import DemoRecipe, WarmStartRecipe
-from relax_trio.demo.task import draw_question, demonstration
+from relax_trio.demo.task import demonstration, draw_question
 from relax_trio.demo.tokenizer import END_OF_TURN, DemoTokenizer, first_prompt_text, tool_result_text
 
 if TYPE_CHECKING:
@@ -42,11 +44,12 @@ def warm_start(tokenizer: DemoTokenizer, recipe: DemoRecipe, progress: Progress 
     machine. Global random state and thread settings are as before on return.
     """
     numbers = recipe.warm_start
-    with _isolated_torch(numbers.seed, numbers.n_threads):
+    with _isolated_torch(numbers.seed):
         model = build_model(len(tokenizer), tokenizer, numbers)
         rows = demonstration_rows(tokenizer, recipe)
         _train(model, rows, numbers, progress)
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def build_model(vocab_len: int, tokenizer: DemoTokenizer, numbers: WarmStartRecipe) -> Qwen3ForCausalLM:
@@ -70,7 +73,7 @@ def build_model(vocab_len: int, tokenizer: DemoTokenizer, numbers: WarmStartReci
         pad_token_id=pad,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         eos_token_id=end, pad_token_id=pad, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
     )
     return model
@@ -102,22 +105,39 @@ def demonstration_rows(tokenizer: DemoTokenizer, recipe: DemoRecipe) -> list[Row
 
 def _train(model: Qwen3ForCausalLM, rows: list[Row], numbers: WarmStartRecipe, progress: Progress | None) -> None:
     model.train()
+    parameters = list(model.parameters())
     optimizers = _optimizers(model, numbers)
-    for step in range(numbers.n_steps):
-        batch = rows[step * numbers.batch_len : (step + 1) * numbers.batch_len]
-        token_ids, trained = _pad(batch)
-        hidden = model.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
-        targets = token_ids[:, 1:][trained[:, 1:]]
-        loss = nn.functional.cross_entropy(model.lm_head(hidden[trained[:, 1:]]), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), numbers.clip_grad)
-        scale = _lr_scale(step, numbers)
-        for optimizer, base_lr in optimizers:
-            optimizer.param_groups[0]["lr"] = base_lr * scale
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if progress is not None:
-            progress(step + 1, numbers.n_steps, loss.item())
+    with ThreadPoolExecutor(numbers.n_workers, "demo-warm-start", _use_one_torch_thread) as pool:
+        for step in range(numbers.n_steps):
+            batch = rows[step * numbers.batch_len : (step + 1) * numbers.batch_len]
+            n_trained = sum(sum(row.trained) for row in batch)
+            share = partial(_loss_and_gradients, model, parameters, n_trained)
+            parts = list(pool.map(share, [batch[i :: numbers.n_workers] for i in range(numbers.n_workers)]))
+            for index, parameter in enumerate(parameters):
+                parameter.grad = torch.stack([gradients[index] for _, gradients in parts]).sum(dim=0)
+            nn.utils.clip_grad_norm_(parameters, numbers.clip_grad)
+            scale = _lr_scale(step, numbers)
+            for optimizer, base_lr in optimizers:
+                optimizer.param_groups[0]["lr"] = base_lr * scale
+                optimizer.step()
+            if progress is not None:
+                progress(step + 1, numbers.n_steps, sum(loss for loss, _ in parts))
+
+
+def _loss_and_gradients(
+    model: Qwen3ForCausalLM, parameters: list[nn.Parameter], n_trained: int, rows: list[Row]
+) -> tuple[float, tuple[Tensor, ...]]:
+    """This share's part of the mean loss over `n_trained` tokens, and its gradients. Touches no `.grad`."""
+    token_ids, trained = _pad(rows)
+    hidden = model.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
+    targets = token_ids[:, 1:][trained[:, 1:]]
+    logits = model.lm_head(hidden[trained[:, 1:]])
+    loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / n_trained
+    return loss.item(), torch.autograd.grad(loss, parameters)
+
+
+def _use_one_torch_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def _pad(batch: list[Row]) -> tuple[Tensor, Tensor]:
@@ -166,6 +186,7 @@ class Muon(torch.optim.Optimizer):
             for shape, params in shapes.items():
                 updates = []
                 for p in params:
+                    assert p.grad is not None, "every matrix takes part in the loss"
                     buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     buffer.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(torch.lerp(p.grad, buffer, group["momentum"]))
@@ -178,21 +199,25 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Push every singular value of (n, rows, columns) matrices towards 1 by five Newton–Schulz iterations."""
     wide = matrices.shape[1] <= matrices.shape[2]
-    x = matrices if wide else matrices.mT
+    x: Tensor = matrices if wide else matrices.mT
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
     return x if wide else x.mT
 
 
 @contextmanager
-def _isolated_torch(seed: int, n_threads: int) -> Iterator[None]:
-    """Seed torch and set its thread count for the block only."""
+def _isolated_torch(seed: int) -> Iterator[None]:
+    """Seed torch and give it one thread, for the block only.
+
+    Threads of ours share the batch instead of torch's sharing each operation: those meet hundreds of times a step
+    and spin while they wait, which on cores that are busy otherwise takes ten times as long.
+    """
     before = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.set_num_threads(n_threads)
+        torch.set_num_threads(1)
         try:
             yield
         finally:

@@ -27,7 +27,7 @@ from relax_trio.runtime.directory import SessionTable
 from relax_trio.runtime.shared import Shared
 from relax_trio.runtime.stop import Stop
 from relax_trio.sync.cpu import CpuPool
-from relax_trio.sync.process import Warden
+from relax_trio.sync.process import STOP_S, Warden
 from relax_trio.sync.services import Services
 from relax_trio.tokens.codec import ChatCodec
 
@@ -67,7 +67,7 @@ async def open_engine(
     try:
         async with Services.open() as services:
             warden = Warden()
-            await services.start(warden.run, name="warden")
+            await services.start(warden.run, name="warden", stop_s=STOP_S)
             stop.killer = warden
             await services.start(backend.run, name="backend")
             sessions = SessionTable(lambda: stop.stopped_by is not None)

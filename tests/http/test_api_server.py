@@ -130,3 +130,41 @@ async def test_a_client_that_stopped_reading_cannot_hold_the_server(loopback_clo
     assert session.ends == [("detached", start + GRACEFUL_S + MARGIN_S)]
     assert [event.name for event in events] == ["cleanup.timed_out"]
     await stream.aclose()
+
+
+GARBAGE = [
+    b"\x00" * 100,
+    b"\x16\x03\x01\x02\x00\x01\x00",  # a TLS hello
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /agentic_api/health HTTP/1.1\r\n\r\n",  # no host
+    b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /%ff%00 HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET * HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /agentic_api HTTP/1.1\r\nhost: \xff\r\nauthorization: \xff\r\n\r\n",
+    b"GET /agentic_api/models HTTP/1.1\r\nhost: a\r\nauthorization: Bearer \xff\r\n\r\n",
+    b"GET /agentic_api/debug_state HTTP/1.1\r\nhost: a\r\nauthorization: Bearer \xff\r\n\r\n",
+    b"GET /agentic_api HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+    b"POST /agentic_api/v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n",
+    b"POST /agentic_api/v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+    b"POST /agentic_api/v1/chat/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+    b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: h2c\r\nconnection: upgrade, http2-settings\r\nhttp2-settings: !\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda g: repr(g[:40]))
+async def test_garbage_on_one_connection_leaves_the_server_and_the_log_alone(loopback_clock, events, capfd, garbage):
+    async with open_api() as api:
+        async with await connect(api) as stream:
+            await stream.send_all(garbage)
+            with trio.move_on_after(30.0):
+                await stream.receive_some()
+        await trio.sleep(1.0)
+        response = await api.chat()
+
+    assert response.status_code == 200
+    assert events == []
+    assert "".join(capfd.readouterr()) == ""

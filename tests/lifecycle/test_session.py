@@ -18,7 +18,7 @@ from relax_trio.errors import (
 )
 from relax_trio.ids import GroupId, PlaceId
 from relax_trio.runtime.session import Completed, Failed, Session
-from tests.builders_runtime import LIMITS, answer, make_request, make_tasks, open_shared, user
+from builders_runtime import LIMITS, answer, make_request, make_tasks, open_shared, user
 
 
 def make_session(shared, *, leased=True, **fields):

@@ -20,7 +20,7 @@ from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.runtime.group import Dropped, Group
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.sync.gate import Gate
-from tests.builders_runtime import (
+from builders_runtime import (
     LIMITS,
     Client,
     answer,

@@ -19,7 +19,7 @@ from relax_trio.config.tree import AgentConfig
 from relax_trio.data.messages import Message
 from relax_trio.data.record import SessionOutput
 from relax_trio.data.task import TaskInput
-from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError, ConfigError
+from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError
 from relax_trio.ids import PlaceId, group_id, new_credential, place_id
 
 pytestmark = pytest.mark.process
@@ -185,9 +185,11 @@ async def test_directory_that_cannot_be_made_is_a_launch_error(tmp_path):
                 pass
 
 
-def test_launcher_without_a_command_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--agent-command"):
-        ProcessAgentLauncher(None, AgentConfig(), tmp_path, tmp_path)
+async def test_without_a_command_there_is_nothing_to_open(tmp_path):
+    async with launching(tmp_path, None) as launcher:
+        with pytest.raises(AgentLaunchError, match="session G17/0: --agent-command is missing"):
+            async with launcher.open(spec()):
+                pass
 
 
 async def test_login_shell_reads_login_files(tmp_path, monkeypatch):
