@@ -60,6 +60,15 @@ def alive(tag: str) -> list[int]:
     return found
 
 
+def is_alone(tag: str) -> bool:
+    """Whether one `sleeper` lives and nobody else of its kin, such as those that made it."""
+    pids = alive(tag)
+    try:
+        return len(pids) == 1 and Path(f"/proc/{pids[0]}/cmdline").read_bytes().startswith(tag.encode())
+    except FileNotFoundError:
+        return False
+
+
 def status_of(pid: int) -> dict[str, str]:
     """`/proc/PID/status`; empty when the process is gone."""
     try:

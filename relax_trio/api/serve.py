@@ -20,7 +20,7 @@ from hypercorn.typing import ConnectionState
 from quart_trio import QuartTrio
 
 from relax_trio.api.app import BASE_PATH
-from relax_trio.api.failures import tell_failure
+from relax_trio.api.failures import tell_connection_failure
 from relax_trio.api.reply import over
 from relax_trio.api.server_log import ServerLog
 from relax_trio.api.transport import Transport
@@ -109,7 +109,7 @@ class ApiServer:
                 # Some malformed input makes Hypercorn itself raise here: told, but no reason to end the run.
                 errors, rest = group.split(Exception)
                 if errors is not None:
-                    tell_failure(errors, place=None, path="connection")
+                    tell_connection_failure(errors)
                 if rest is not None:
                     raise rest from None
             finally:

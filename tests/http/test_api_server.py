@@ -168,3 +168,23 @@ async def test_garbage_on_one_connection_leaves_the_server_and_the_log_alone(loo
     assert response.status_code == 200
     assert events == []
     assert "".join(capfd.readouterr()) == ""
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\nhttp2-settings: !x\r\n"
+        b"authorization: Bearer rs-secret-of-the-session\r\n\r\n",
+    ],
+)
+async def test_what_makes_the_http_library_itself_fail_costs_only_its_connection(loopback_clock, events, poison):
+    async with open_api() as api:
+        async with await connect(api) as stream:
+            await stream.send_all(poison)
+            while await stream.receive_some():
+                pass
+        response = await api.chat()
+
+    assert response.status_code == 200
+    assert [event.name for event in events] == ["connection.failed"]
+    assert "secret" not in str(events[0].fields)

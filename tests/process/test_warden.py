@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from builders_process import alive, eventually, new_tag, running_warden, shell, sleeper, status_of
+from builders_process import alive, eventually, is_alone, new_tag, running_warden, shell, sleeper, status_of
 
 from relax_trio.errors import EngineFault
 from relax_trio.sync.process import ExitStatus, Warden
@@ -168,7 +168,7 @@ async def test_daemons_in_sessions_of_their_own_belong_to_their_process_alone(tm
         async with shell(warden, scripts[1], tmp_path) as second:
             await first.wait_exit()
             await second.wait_exit()
-            await eventually(lambda: [len(alive(tag)) for tag in tags] == [1, 1])  # those in between are gone
+            await eventually(lambda: all(is_alone(tag) for tag in tags))
             (daemon,) = alive(tags[1])
             assert os.getsid(daemon) not in (second.pid, first.pid)
         assert alive(tags[1]) == []
