@@ -16,7 +16,7 @@ from relax_trio.data.request import Completion, Usage
 from relax_trio.ids import NodeId, RequestId
 from relax_trio.sync.cpu import InlineCpuPool
 
-CREDENTIAL = "rs-secret-of-the-session"
+CREDENTIAL = "secret-of-the-session"
 OPERATOR = "secret-of-the-operator"
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}

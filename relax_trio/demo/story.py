@@ -73,8 +73,8 @@ def tell_opening(out: TextIO = sys.stdout) -> None:
     """Say what the demo is."""
     print(
         "A small language model learns to use a tool.\n\n"
-        "The task: arithmetic questions such as (37 + 45) * 12. The agent (examples/quickstart/agent.py) is a program of\n"
-        "its own: it asks the model over HTTP, runs the calculator when the model calls it, sends the result back and\n"
+        "The task: arithmetic questions such as (37 + 45) * 12. The agent (examples/quickstart/agent.py) is a program\n"
+        "of its own: it asks the model over HTTP, runs the calculator when the model calls it, sends the result back and\n"
         "goes on until the model answers. Reward 1 for the right answer, else 0.\n",
         file=out,
         flush=True,
@@ -103,7 +103,7 @@ def tell_ending(run_dir: Path, story: Story, checkpoint: Path | None, out: TextI
         print(f"Held-out, greedy: {story.evals[0]:.2f} before, {story.evals[-1]:.2f} after.", file=out)
     if gaps:
         print(
-            f"Every trained token's logprob was computed anew by the trainer; it differed from the engine's by at most "
+            f"The trainer computed the logprob of every trained token anew; it differed from the engine's by at most "
             f"{max(gaps):.1e}.",
             file=out,
         )

@@ -1,4 +1,4 @@
-"""Exports of real runs against contract and model: what is trained is what was generated, under the weights recorded."""
+"""Exports of real runs against the model: what is trained is what was generated, under the weights recorded."""
 
 from __future__ import annotations
 

@@ -127,6 +127,31 @@ async def test_sse_opens_at_once_beats_every_15_s_and_ends_together(loopback_clo
     assert session.ends == [("delivered", 47.0)]
 
 
+async def test_a_stream_is_held_for_an_hour(loopback_clock):
+    session = FakeSession(delay_s=3601.0)
+    async with open_api(session) as api:
+        response = await api.chat(stream=True)
+
+    assert response.text.count(": heartbeat") == 240
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert session.ends == [("delivered", 3601.0)]
+
+
+async def test_a_body_may_trickle_in(loopback_clock):
+    session = FakeSession()
+
+    async def chunks():
+        for at in range(len(BODY)):
+            await trio.sleep(10.0)
+            yield BODY[at : at + 1]
+
+    async with open_api(session) as api:
+        response = await api.client.post("/v1/chat/completions", content=chunks())
+
+    assert response.status_code == 200
+    assert session.ends == [("delivered", 10.0 * len(BODY))]
+
+
 async def test_a_turn_that_ends_on_a_heartbeat_is_not_delayed(loopback_clock):
     session = FakeSession(delay_s=30.0)
     async with open_api(session) as api:

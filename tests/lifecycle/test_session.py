@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+from builders_runtime import LIMITS, answer, make_request, make_tasks, open_shared, user
 
 from relax_trio.backend.fake import FakeBackend
 from relax_trio.errors import (
@@ -18,7 +19,6 @@ from relax_trio.errors import (
 )
 from relax_trio.ids import GroupId, PlaceId
 from relax_trio.runtime.session import Completed, Failed, Session
-from builders_runtime import LIMITS, answer, make_request, make_tasks, open_shared, user
 
 
 def make_session(shared, *, leased=True, **fields):

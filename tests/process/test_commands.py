@@ -1,4 +1,4 @@
-"""`relax-trio` commands as real processes: what is left after a kill, a Ctrl-C, a failure; what a resume goes on with."""
+"""`relax-trio` commands as real processes: what a kill, a Ctrl-C or a failure leaves; where a resume goes on."""
 
 from __future__ import annotations
 

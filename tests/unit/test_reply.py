@@ -8,8 +8,12 @@ import pytest
 import trio
 import trio.testing
 
+from relax_trio.api.failures import tell_failure
 from relax_trio.api.reply import Reply, ReplyTracker, find_reply
 from relax_trio.api.transport import Transport
+from relax_trio.ids import new_credential
+
+OTHER = "whatever a client sent"
 
 
 class Call:
@@ -162,3 +166,16 @@ async def test_a_transport_knows_that_a_write_failed():
         await broken.send_all(b"x")
 
     assert broken.has_failed
+
+
+def test_a_failure_is_told_without_credentials(events):
+    credential = new_credential()
+    try:
+        raise KeyError(credential)
+    except KeyError as exc:
+        tell_failure(exc, place=None, path=f"/x/{credential}/{OTHER}", secret=OTHER)
+
+    [event] = events
+    assert event.fields["error"] == "KeyError: '<credential>'"
+    assert event.fields["path"] == "/x/<credential>/<credential>"
+    assert credential not in str(event.fields["trace"])
