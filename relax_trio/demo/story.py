@@ -74,8 +74,8 @@ def tell_opening(out: TextIO = sys.stdout) -> None:
     print(
         "A small language model learns to use a tool.\n\n"
         "The task: arithmetic questions such as (37 + 45) * 12. The agent (examples/quickstart/agent.py) is a program\n"
-        "of its own: it asks the model over HTTP, runs the calculator when the model calls it, sends the result back and\n"
-        "goes on until the model answers. Reward 1 for the right answer, else 0.\n",
+        "of its own: it asks the model over HTTP, runs the calculator when the model calls it, sends the result back\n"
+        "and goes on until the model answers. Reward 1 for the right answer, else 0.\n",
         file=out,
         flush=True,
     )
