@@ -37,8 +37,8 @@ class WarmStartRecipe:
     vocab_len: int = 1024
     max_position_len: int = 2048
     rope_theta: float = 10_000.0
-    n_careful_steps: int = 140
-    n_steps: int = 200
+    n_careful_steps: int = 180
+    n_steps: int = 240
     batch_len: int = 32
     lr: float = 3e-3
     matrix_lr: float = 6e-3

@@ -21,7 +21,7 @@ from relax_trio.loop.setup import Resume
 from relax_trio.observe.rundir import CHECKPOINTS_DIR
 from relax_trio.runtime.engine import Engine, open_engine
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
-from relax_trio.runtime.shared import TurnLimits
+from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
@@ -48,7 +48,7 @@ class RunSummary:
 
 @define(eq=False, kw_only=True)
 class TrainLoop:
-    """One training run inside an open engine.
+    """One training run over an open work.
 
     Attributes:
       n_steps: steps of the whole run.
@@ -56,7 +56,7 @@ class TrainLoop:
     """
 
     config: Config
-    engine: Engine
+    shared: Shared
     work: Work
     trainer: Trainer
     rows: RowStream
@@ -110,7 +110,7 @@ class TrainLoop:
         times["perf/train_time"] = trio.current_time() - train_started_s
 
         sync_started_s = trio.current_time()
-        await self.engine.shared.backend.update_weights(self.trainer.weight_version, self.trainer.weights())
+        await self.shared.backend.update_weights(self.trainer.weight_version, self.trainer.weights())
         times["perf/update_weights_time"] = trio.current_time() - sync_started_s
         times["perf/step_time"] = trio.current_time() - started_s
         self.evidence.step(result, train_metrics, times)
@@ -125,7 +125,7 @@ class TrainLoop:
     async def _evaluate(self, n_done: int) -> None:
         for dataset in self.datasets:
             evaluation = Evaluation(
-                dataset=dataset, shared=self.engine.shared, limits=self.eval_limits, scorer=self.work.scorer
+                dataset=dataset, shared=self.shared, limits=self.eval_limits, scorer=self.work.scorer
             )
             await self.evidence.evaluation(n_done, await evaluation.run())
 
@@ -206,7 +206,7 @@ def _make_loop(
     emit("run.started", steps=n_steps, first_step=first_step, rows=len(dataset), run_dir=str(run_dir))
     return TrainLoop(
         config=config,
-        engine=engine,
+        shared=engine.shared,
         work=work,
         trainer=trainer,
         rows=rows,

@@ -68,7 +68,7 @@ async def open_engine(
         async with Services.open() as services:
             warden = Warden()
             await services.start(warden.run, name="warden", stop_s=STOP_S)
-            stop.killer = warden
+            stop.killer, stop.temp_root = warden, temp_root
             await services.start(backend.run, name="backend")
             sessions = SessionTable(lambda: stop.stopped_by is not None)
             operator_token = secrets.token_urlsafe(24)

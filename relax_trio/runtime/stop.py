@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import trio
@@ -39,10 +41,12 @@ class Stop:
     Attributes:
       stopped_by: the first signal, None while none came.
       killer: set while there are processes to kill.
+      temp_root: what a hurried exit has to remove, because no block is left in order.
     """
 
     stopped_by: signal.Signals | None = None
     killer: Killer | None = None
+    temp_root: Path | None = None
     _run_scope: trio.CancelScope = field(factory=trio.CancelScope)
     _work_scope: trio.CancelScope = field(factory=trio.CancelScope)
     _has_begun: bool = False
@@ -84,4 +88,6 @@ class Stop:
             with trio.move_on_after(HURRIED_EXIT_S):
                 self.killer.hurry()
                 await self.killer.wait_empty()
+        if self.temp_root is not None:
+            shutil.rmtree(self.temp_root, ignore_errors=True)
         os._exit(128 + by)

@@ -110,3 +110,26 @@ def test_a_bad_row_is_named_by_file_and_line(checkpoint, tmp_path):
 
     assert done.returncode == 64
     assert "d.jsonl:3" in done.stderr
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(checkpoint, tmp_path):
+    tag, data, log = new_tag(), write_rows(tmp_path / "d.jsonl", 8), tmp_path / "log"
+    words = command("rollout", checkpoint, data, tmp_path / "run", *hanging(tag, 0), tag=tag)
+    with running([*words, "--agent-term-grace", "15"], temp=tmp_path / "tmp", log=log) as process:
+        wait_until(lambda: len(alive(f"{tag}-deaf")) == 4, within_s=90, log=log)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: "run.stopping" in log.read_text(), within_s=10, log=log)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+        wait_until(lambda: not alive(tag), within_s=2, log=log)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_sigterm_while_starting_ends_at_once(checkpoint, tmp_path):
+    data, log, temp = write_rows(tmp_path / "d.jsonl", 8), tmp_path / "log", tmp_path / "tmp"
+    words = command("rollout", checkpoint, data, tmp_path / "run")
+    with running(words, temp=temp, log=log) as process:
+        wait_until((tmp_path / "run" / "config.yaml").exists, within_s=60, log=log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) in (143, -signal.SIGTERM)
+    assert not list(temp.iterdir())

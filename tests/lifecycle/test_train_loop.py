@@ -1,0 +1,95 @@
+"""The training loop over fakes: what is trained, evaluated, saved, and remembered for a resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+from builders_runtime import LIMITS, make_tasks, one_turn_agent, open_work
+
+from relax_trio.config.tree import Config, EvalConfig, RolloutConfig, TrainConfig
+from relax_trio.data.rows import RowStream
+from relax_trio.errors import TrainError
+from relax_trio.loop.evidence import Evidence
+from relax_trio.loop.train import TrainLoop
+from relax_trio.observe.metrics import read_metrics
+from relax_trio.runtime.evaluate import EvalDataset
+from relax_trio.sync.cpu import InlineCpuPool
+from relax_trio.train.fake import FakeTrainer
+
+
+def make_loop(work, tmp_path, *, trainer=None, first_step=0, n_steps=3, save_interval=None, eval_interval=None):
+    tmp_path.mkdir(exist_ok=True)
+    config = Config(
+        rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
+        train=TrainConfig(save_interval=save_interval),
+        eval=EvalConfig(eval_interval=eval_interval),
+    )
+    return TrainLoop(
+        config=config,
+        shared=work.shared,
+        work=work,
+        trainer=trainer or FakeTrainer(step_s=1.0),
+        rows=work.rows,
+        evidence=Evidence.open(config, tmp_path, InlineCpuPool(), first_step),
+        datasets=(EvalDataset(name="held", tasks=make_tasks(2), n_samples=1, concurrency=4),),
+        eval_limits=LIMITS,
+        first_step=first_step,
+        n_steps=n_steps,
+        save_dir=tmp_path / "checkpoints",
+    )
+
+
+async def test_steps_train_update_save_and_evaluate_in_their_order(autojump_clock, tmp_path):
+    async with open_work() as work:
+        loop = make_loop(work, tmp_path, save_interval=2, eval_interval=2)
+        await loop.run()
+        await loop.save()
+
+        assert [call.what for call in work.shared.backend.calls if call.name == "update_weights"] == ["1", "2", "3"]
+    assert [step["rollout_id"] for step in read_metrics(tmp_path)] == [0, 1, 2]
+    for step in read_metrics(tmp_path):
+        assert step["rollout/raw_reward"] == 1.0
+        assert (step["perf/rollout_time"], step["perf/train_time"]) == (3.0, 1.0)
+    evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert [(e["n_steps"], e["eval/held"]) for e in evals] == [(0, 1.0), (2, 1.0), (3, 1.0)]
+    assert [state["rollout_id"] for _, state in loop.trainer.saves] == [2, 3]
+
+
+async def test_the_state_of_a_checkpoint_goes_on_where_its_step_ended(autojump_clock, tmp_path):
+    async with open_work() as work:
+        loop = make_loop(work, tmp_path, n_steps=2)
+        await loop.run()
+        await loop.save()
+    state = loop.trainer.saves[-1][1]
+    rows = RowStream(rows=make_tasks(8), seed=1, shuffle=False)
+
+    rows.restore(state["rows"])
+
+    assert (state["rollout_id"], state["next_group"], state["weight_version"]) == (2, 4, "2")
+    assert rows.take().row == 4
+
+
+async def test_a_stop_in_a_phase_saves_a_whole_step(autojump_clock, tmp_path):
+    """Cancelled at any moment, the checkpoint's state is that of the weights it holds."""
+    for stop_at in (1.0, 3.5, 4.5, 7.2, 7.9):
+        async with open_work() as work:
+            loop = make_loop(work, tmp_path / str(stop_at), n_steps=3)
+            with trio.move_on_after(stop_at):
+                await loop.run()
+            version = loop.trainer.weight_version
+            await loop.save()
+        assert [state["weight_version"] for _, state in loop.trainer.saves] == ([version] if version != "0" else [])
+
+
+async def test_a_training_failure_keeps_what_was_complete(autojump_clock, tmp_path):
+    trainer = FakeTrainer(step_s=1.0, failures={1: TrainError("out of memory")})
+    async with open_work(one_turn_agent) as work:
+        loop = make_loop(work, tmp_path, trainer=trainer)
+        with pytest.raises(TrainError, match="out of memory"):
+            await loop.run()
+        await loop.save()
+
+    assert [step["rollout_id"] for step in read_metrics(tmp_path)] == [0]
+    assert [state["rollout_id"] for _, state in trainer.saves] == [1]
