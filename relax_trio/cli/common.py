@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_trio.config.parse import Resolved
+from relax_trio.config.tree import Config
 
 if TYPE_CHECKING:
     from relax_trio.loop.train import RunSummary
@@ -36,14 +37,34 @@ def find_checkpoint(name: str, progress: Callable[[int, int, float], None] | Non
 
 
 def open_run(resolved: Resolved) -> Path:
-    """Make the run directory and write the resolved configuration into it."""
-    from relax_trio.config.render import render_yaml
-    from relax_trio.observe.rundir import CONFIG_FILE, make_run_dir
+    """Make the run directory; one that holds files is taken only by the run that goes on in it.
+
+    Raises:
+      ConfigError: the directory is another run's, or can't be made.
+    """
+    from relax_trio.observe.rundir import make_run_dir
 
     config = resolved.config
-    run_dir = make_run_dir(config.output.output_dir, resume=config.train.load is not None)
+    return make_run_dir(config.output.output_dir, resume=_goes_on_in(config))
+
+
+def _goes_on_in(config: Config) -> bool:
+    """Whether `--load` names a checkpoint of the very run whose directory `--output-dir` is."""
+    from relax_trio.train.checkpoint import find_latest, load_state
+
+    load, output_dir = config.train.load, config.output.output_dir
+    checkpoint = None if load is None or output_dir is None else find_latest(load)
+    if checkpoint is None or output_dir is None:
+        return False
+    return load_state(checkpoint).get("run_dir") == str(output_dir.absolute())
+
+
+def write_config(resolved: Resolved, run_dir: Path) -> None:
+    """Write the resolved configuration into the run directory; `--config` takes it again."""
+    from relax_trio.config.render import render_yaml
+    from relax_trio.observe.rundir import CONFIG_FILE
+
     (run_dir / CONFIG_FILE).write_text(render_yaml(resolved), encoding="utf-8")
-    return run_dir
 
 
 def run_evidence(run_dir: Path) -> Callable[[], AbstractContextManager[None]]:

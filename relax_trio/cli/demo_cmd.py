@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from relax_trio.cli.common import DEMO, find_checkpoint, open_run, warn
+from relax_trio.cli.common import DEMO, find_checkpoint, open_run, warn, write_config
 from relax_trio.config.check import check_config
 from relax_trio.config.option import option, positive
 from relax_trio.config.parse import Resolved, parse_command
+from relax_trio.config.tree import Config
 
 if TYPE_CHECKING:
     from relax_trio.demo.story import Story
@@ -40,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     if own.steps is not None:
         rollout = evolve(resolved.config.rollout, num_rollout=own.steps)
         resolved = evolve(resolved, config=evolve(resolved.config, rollout=rollout))
-    warn(check_config(resolved.config, command="demo", origins=resolved.origins))
+    warn(check_config(_without_due_data(resolved.config), command="demo", origins=resolved.origins))
     from relax_trio.demo.story import Story, tell_ending, tell_opening, tell_warm_start
     from relax_trio.loop.start import run_command
     from relax_trio.loop.train import train
@@ -50,7 +51,9 @@ def run(argv: Sequence[str]) -> int:
     assert name is not None, "checked"
     checkpoint = find_checkpoint(name, progress=tell_warm_start)
     run_dir = open_run(resolved)
-    config = _with_data(resolved, run_dir).config
+    resolved = _with_data(resolved, run_dir)
+    write_config(resolved, run_dir)
+    config = resolved.config
     assert config.rollout.num_rollout is not None, "the demo has a number of steps"
     story = Story(config.rollout.num_rollout)
     summary = run_command(lambda stop: train(config, checkpoint, run_dir, stop), lambda: _evidence(run_dir, story))
@@ -81,9 +84,15 @@ def _defaults() -> Mapping[str, object]:
         "rollout_max_context_len": recipe.max_context_len,
         "embedded_threads": 1,  # the agents need the other core
         "lr": recipe.lr,
+        "lr_decay_style": recipe.lr_decay_style,
         "clip_grad": recipe.clip_grad,
         "eps_clip": recipe.eps_clip,
     }
+
+
+def _without_due_data(config: Config) -> Config:
+    """What can be checked before the held-out questions are written."""
+    return config if config.eval.eval_prompt_data else evolve(config, eval=evolve(config.eval, eval_interval=None))
 
 
 def agent_path() -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from relax_trio.cli.common import find_checkpoint, finish, open_run, run_evidence, warn
+from relax_trio.cli.common import find_checkpoint, finish, open_run, run_evidence, warn, write_config
 from relax_trio.config.check import check_config
 from relax_trio.config.parse import parse_config
 
@@ -27,6 +27,7 @@ def run(argv: Sequence[str]) -> int:
     assert config.backend.hf_checkpoint is not None, "checked"
     checkpoint = find_checkpoint(config.backend.hf_checkpoint)
     run_dir = open_run(resolved)
+    write_config(resolved, run_dir)
     if config.output.save_debug_rollout_data is None:
         template = str(run_dir / ROLLOUT_DIR / "{rollout_id}.jsonl")
         config = evolve(config, output=evolve(config.output, save_debug_rollout_data=template))

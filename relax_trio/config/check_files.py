@@ -81,7 +81,9 @@ def output_problems(config: Config, *, trains: bool) -> list[str]:
     """What is wrong with the places that the run reads its resume state from and writes to."""
     problems = []
     load, save = config.train.load, config.train.save
-    if trains and load is not None and not load.is_dir():
+    if not trains and load is not None:
+        problems.append(f"--load {load}: only training goes on from a checkpoint; name its weights by --hf-checkpoint")
+    elif load is not None and not load.is_dir():
         problems.append(f"--load {load}: is not a directory of checkpoints; leave --load out to start anew")
     if trains and save is not None:
         problems += _writable_problems("--save", save)

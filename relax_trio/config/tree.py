@@ -78,7 +78,7 @@ class RolloutConfig:
     )
     agentic_concurrency: int | None = option(
         None,
-        "Resident Groups in Prepare and Runtime together; default: --over-sampling-batch-size.",
+        "Most Groups resident at once, from first process to last; default: --over-sampling-batch-size.",
         unit="Groups",
         check=positive,
     )
@@ -106,7 +106,6 @@ class RolloutConfig:
     agentic_unechoed_reasoning: str = option(
         "restore", "What an assistant message without its reasoning means.", choices=("restore", "fork")
     )
-    dedup_shared_turns: bool = option(False, "Train a response shared by several exported contexts once, in the first.")
     custom_generate_function_path: str | None = option(
         None, "Accepted with a warning; agentic rollout ignores it.", metavar="PATH"
     )
@@ -201,7 +200,7 @@ class TrainConfig:
     )
     micro_batch_size: int = option(8, "Samples per forward pass.", unit="samples", check=positive)
     calculate_per_token_loss: bool = option(False, "Mean over tokens instead of mean over Sessions.")
-    seed: int = option(1234, "Seed of the trainer.")
+    seed: int = option(1234, "Seed of Python's, NumPy's and torch's global generators, for hooks and model code.")
     save: Path | None = option(None, "Directory of checkpoints; default: RUN_DIR/checkpoints.", metavar="DIR")
     save_interval: int | None = option(
         None, "Steps between checkpoints; default: only the last.", unit="steps", check=positive
@@ -213,7 +212,7 @@ class TrainConfig:
 class ServerConfig:
     """The model API server."""
 
-    host: str = option("127.0.0.1", "Address to listen on.", why="agents run here; the API has no other protection")
+    host: str = option("127.0.0.1", "Address to listen on.", why="agents run here")
     port: int = option(0, "Port to listen on; 0 takes a free one.", check=not_negative)
     max_request_bytes: int = option(64 * 1024 * 1024, "Largest request body.", unit="bytes", check=positive)
     agentic_retry_grace: float = option(

@@ -16,10 +16,13 @@ class WarmStartRecipe:
 
     Attributes:
       hidden_len, n_layers, n_heads, n_kv_heads, head_len, intermediate_len: shape of the Qwen3 model. Two layers
-        can copy, three copy in half the steps; about 0.65 M parameters with the embedding.
+        can copy, three learn it in fewer steps; 0.43 M parameters with the embedding.
       vocab_len: tokens; enough for each recurring line to be one token, small enough for cheap logits.
       max_position_len: tokens; far above the task, so that the model can be tried by hand.
-      n_steps, batch_len: demonstrations seen = product. Copying appears at about step 90; the rest makes it reliable.
+      n_steps, batch_len: optimizer steps, and demonstrations in each. With 200 steps some seeds still copied
+        three-digit numbers badly, with 240 none did.
+      n_careful_steps: the first steps, which show careful behaviour only and teach the skill; the rest show the
+        mixture and set the preference.
       matrix_lr: rate of Muon (layer matrices); lr: rate of AdamW (embedding, norms).
       n_warmup_steps, decay_share: linear rise, then a linear fall over this share of the steps.
       n_workers: threads that share a batch; fixed because float32 sums depend on it.
@@ -63,9 +66,9 @@ class DemoRecipe:
         success rare at the start (0.7 ** 8 = 6 %); eight Groups keep the mean reward of a step within 0.06.
       n_steps: steps of the run (`--num-rollout`).
       lr: large, because the model is tiny and the change small: a preference, no new skill. 1e-3 destroys the copying
-        within five steps, 1e-4 needs three times the steps.
-      lr_decay_style: linear, which lets the rate be high at the start and still ends without the dips in reward that a
-        constant 3e-4 shows now and then.
+        within five steps, 5e-4 damages it for one seed in six, 1e-4 needs three times the steps.
+      lr_decay_style: linear. With a constant rate late steps, whose few failures get large advantages, still move the
+        model as much as early ones, and the reward dips.
       clip_grad: largest gradient norm.
       eps_clip: of the policy ratio; without effect while a step is one optimizer update on its own samples.
       temperature: 1.0, so that the recorded logprobs are those of the policy itself.
@@ -81,7 +84,7 @@ class DemoRecipe:
     n_samples_per_prompt: int = 8
     rollout_batch_size: int = 8
     n_steps: int = 20
-    lr: float = 5e-4
+    lr: float = 3e-4
     lr_decay_style: str = "linear"
     clip_grad: float = 1.0
     eps_clip: float = 0.2

@@ -16,7 +16,7 @@ from relax_trio.data.json import JsonObject
 from relax_trio.events import Event
 from relax_trio.observe.curve import draw_curve_png, draw_curve_text
 from relax_trio.observe.metrics import read_metrics
-from relax_trio.observe.rundir import CURVE_FILE
+from relax_trio.observe.rundir import CURVE_FILE, METRICS_FILE
 
 _BAR_LEN = 24
 _PROGRESS_EVERY = 20
@@ -34,6 +34,7 @@ class Story:
     n_steps: int
     out: TextIO = sys.stdout
     evals: list[float] = field(factory=list)
+    _is_unheard: bool = False
 
     def __call__(self, event: Event) -> None:
         """Print the events that are part of the story."""
@@ -50,23 +51,30 @@ class Story:
 
     def _evaluated(self, fields: dict[str, str | int | float | bool | None]) -> None:
         reward = fields["reward"]
-        value = float(reward) if isinstance(reward, int | float) else 0.0
-        self.evals.append(value)
         when = "before training" if fields["steps"] == 0 else f"after {fields['steps']} steps"
-        self._say(f"Held-out questions, answered greedily, {when}: {value:.0%} right")
+        if not isinstance(reward, int | float):
+            self._say(f"Held-out questions {when}: every Session failed")
+            return
+        self.evals.append(float(reward))
+        self._say(f"Held-out questions, answered greedily, {when}: {reward:.0%} right")
 
     def _stepped(self, fields: dict[str, str | int | float | bool | None]) -> None:
         reward, number = fields["reward"], fields["rollout"]
-        assert isinstance(reward, int | float), "the demo's agent always exports a reward"
+        assert isinstance(reward, int | float), "a step is trained on rewards"
         assert isinstance(number, int), "a step has a number"
-        bar = "█" * round(_BAR_LEN * reward)
+        bar = "█" * round(_BAR_LEN * min(1.0, max(0.0, reward)))
         self._say(
             f"  step {number + 1:>2}/{self.n_steps}  mean reward {reward:.2f} {bar:<{_BAR_LEN}} "
             f"rollout {fields['rollout_s']:.1f} s, training {fields['train_s']:.1f} s"
         )
 
     def _say(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        if self._is_unheard:
+            return
+        try:
+            print(text, file=self.out, flush=True)
+        except OSError:
+            self._is_unheard = True  # the reader of the pipe is gone; the run goes on, its log has everything
 
 
 def tell_opening(out: TextIO = sys.stdout) -> None:
@@ -89,7 +97,7 @@ def tell_warm_start(step: int, n_steps: int, loss: float, out: TextIO = sys.stdo
 
 def tell_ending(run_dir: Path, story: Story, checkpoint: Path | None, out: TextIO = sys.stdout) -> None:
     """Draw the reward curve here and as a PNG; say what came out and what to try next."""
-    records = read_metrics(run_dir)
+    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
     rewards = [_number(record, "rollout/raw_reward") for record in records]
     width = min(100, shutil.get_terminal_size((90, 24)).columns)
     print("\n" + draw_curve_text(rewards, title="Mean reward of each step", width=width), file=out)
@@ -110,7 +118,8 @@ def tell_ending(run_dir: Path, story: Story, checkpoint: Path | None, out: TextI
     print(f"\nRun directory: {run_dir}", file=out)
     print(f"  {curve.name}, metrics.jsonl, eval.jsonl, run.log, config.yaml", file=out)
     if checkpoint is not None:
-        print(f"  the trained model: {checkpoint.relative_to(run_dir)} (a Hugging Face checkpoint)", file=out)
+        shown = checkpoint.relative_to(run_dir) if checkpoint.is_relative_to(run_dir) else checkpoint
+        print(f"  the trained model: {shown} (a Hugging Face checkpoint)", file=out)
     print(_NEXT.format(model=checkpoint or "demo"), file=out, flush=True)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_trio.config.tree import Config
-from relax_trio.errors import RelaxTrioError
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
 from relax_trio.loop.evidence import Evidence
+from relax_trio.loop.start import tell_operator
 from relax_trio.loop.train import RunSummary
 from relax_trio.runtime.engine import open_engine
 from relax_trio.runtime.stop import Stop
@@ -26,6 +26,7 @@ async def rollout(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -
 
     Cancellation: as on Ctrl-C; complete steps are written.
     """
+    setup.seed_globals(config.train.seed)
     dataset = setup.train_dataset(config)
     n_steps = setup.n_rollout_steps(config, dataset)
     cpu = ThreadCpuPool(setup.n_cores())
@@ -33,7 +34,6 @@ async def rollout(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -
     backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
     evidence = Evidence.open(config, run_dir, cpu, 0)
     n_done = 0
-    failure: RelaxTrioError | None = None
     async with open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop) as engine:
         work = Work(
             shared=engine.shared,
@@ -41,19 +41,16 @@ async def rollout(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -
             limits=setup.train_limits(config, backend.max_context_len),
             rows=setup.make_rows(config, dataset, None),
             scorer=setup.make_scorer(config, cpu),
+            assigns_credit=False,
             heartbeat_s=config.output.stall_warning,
         )
         emit("run.started", steps=n_steps, first_step=0, rows=len(dataset), run_dir=str(run_dir))
+        tell_operator(engine)
         with stop.work():
             async with work.open():
-                try:
-                    for rollout_id in range(n_steps):
-                        result = await work.run_step(rollout_id)
-                        await evidence.dump(result)
-                        evidence.step(result, {}, {"perf/rollout_time": result.seconds})
-                        n_done = rollout_id + 1
-                except RelaxTrioError as exc:
-                    failure = exc
-    if failure is not None:
-        raise failure
+                for rollout_id in range(n_steps):
+                    result = await work.run_step(rollout_id)
+                    await evidence.dump(result)
+                    evidence.step(result, {}, {"perf/rollout_time": result.seconds})
+                    n_done = rollout_id + 1
     return RunSummary(run_dir=run_dir, n_steps=n_done, stopped_by=stop.stopped_by, checkpoint=None)

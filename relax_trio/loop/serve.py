@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from relax_trio.data.json import JsonObject
 from relax_trio.data.task import TaskInput
 from relax_trio.ids import GroupId, WeightVersion, place_id
 from relax_trio.loop import setup
+from relax_trio.loop.start import tell_operator
 from relax_trio.runtime.engine import Engine, open_engine
 from relax_trio.runtime.session import Session
 from relax_trio.runtime.stop import Stop
@@ -98,7 +98,7 @@ def _announce(engine: Engine, sessions: Sequence[Session]) -> None:
     print(f"RELAX_BASE_URL={engine.shared.base_url}", flush=True)
     for session in sessions:
         print(f"RELAX_SESSION_ID={session.credential}", flush=True)
-    print(f"operator token for /debug_state and /metrics: {engine.operator_token}", file=sys.stderr, flush=True)
+    tell_operator(engine)
 
 
 def _write_forests(path: Path, sessions: Sequence[Session]) -> None:

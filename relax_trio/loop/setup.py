@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from pathlib import Path
 
+import numpy
+import torch
 from attrs import frozen
 
 from relax_trio.backend.embedded.backend import EmbeddedBackend, EmbeddedOptions
+from relax_trio.backend.embedded.model import ModelInfo
 from relax_trio.config.namespace import hook_args
 from relax_trio.config.tree import Config
 from relax_trio.data.dataset import Dataset, load_dataset
-from relax_trio.data.json import JsonObject
+from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.rows import RowStream
 from relax_trio.errors import ConfigError
 from relax_trio.ids import WeightVersion
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset
 from relax_trio.runtime.shared import TurnLimits
+from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool
 from relax_trio.tokens.codec import ChatCodec
 from relax_trio.train.checkpoint import find_latest, load_state
@@ -34,6 +39,7 @@ class Resume:
       next_group: number of the next Group.
       weight_version: version of the checkpoint's weights.
       rows: position of the row stream.
+      row_failures: failures of agents by row.
     """
 
     checkpoint: Path
@@ -41,11 +47,19 @@ class Resume:
     next_group: int
     weight_version: WeightVersion
     rows: JsonObject
+    row_failures: dict[int, int]
 
 
-def resume_state(rollout_id: int, next_group: int, weight_version: WeightVersion, rows: JsonObject) -> JsonObject:
-    """What a checkpoint remembers of the loop; read back by `find_resume`."""
-    return {"rollout_id": rollout_id, "next_group": next_group, "weight_version": weight_version, "rows": rows}
+def resume_state(work: Work, rollout_id: int, weight_version: WeightVersion, run_dir: Path) -> JsonObject:
+    """What a checkpoint remembers of the loop between two steps; read back by `find_resume`."""
+    return {
+        "rollout_id": rollout_id,
+        "next_group": work.next_group,
+        "weight_version": weight_version,
+        "rows": work.rows.position(),
+        "row_failures": [[row, count] for row, count in sorted(work.row_failures.items())],
+        "run_dir": str(run_dir),
+    }
 
 
 def find_resume(config: Config) -> Resume | None:
@@ -70,7 +84,13 @@ def find_resume(config: Config) -> Resume | None:
         next_group=next_group,
         weight_version=WeightVersion(str(state.get("weight_version"))),
         rows=rows,
+        row_failures=_row_failures(state.get("row_failures")),
     )
+
+
+def _row_failures(pairs: JsonValue) -> dict[int, int]:
+    found = pairs if isinstance(pairs, list) else []
+    return {int(str(pair[0])): int(str(pair[1])) for pair in found if isinstance(pair, list) and len(pair) == 2}
 
 
 def load_codec(config: Config, checkpoint: Path) -> ChatCodec:
@@ -85,6 +105,12 @@ def make_backend(config: Config, checkpoint: Path, codec: ChatCodec, version: We
     """The embedded engine, not started yet. Its context is as long as the longest conversation allowed."""
     lens = (config.rollout.rollout_max_context_len, config.eval.eval_max_context_len)
     known = [length for length in lens if length is not None]
+    model_len = ModelInfo(checkpoint).max_position
+    if known and max(known) > model_len:
+        raise ConfigError(
+            f"--rollout-max-context-len or --eval-max-context-len is {max(known)} tokens, but {checkpoint} was made "
+            f"for {model_len}; lower it"
+        )
     options = EmbeddedOptions(
         max_batch=config.backend.embedded_max_batch,
         max_context_len=max(known) if lens[0] is not None else None,
@@ -175,6 +201,13 @@ def eval_limits(config: Config, model_len: int) -> TurnLimits:
 def make_scorer(config: Config, cpu: CpuPool) -> RewardScorer:
     """Reward hooks and their limits."""
     return RewardScorer(config.reward, hook_args(config), cpu)
+
+
+def seed_globals(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def n_cores() -> int:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import trio
 
+from relax_trio.runtime.engine import Engine
 from relax_trio.runtime.stop import Stop
 
 T = TypeVar("T")
@@ -35,6 +36,11 @@ def run_command(body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], Abs
         assert stop.stopped_by is not None, "a body that does not return was stopped"
         raise SystemExit(128 + stop.stopped_by)
     return results[0]
+
+
+def tell_operator(engine: Engine) -> None:
+    """Print the token that opens `/debug_state` of the whole run. To the terminal only: it is a secret."""
+    print(f"operator token for {engine.shared.base_url}/debug_state: {engine.operator_token}", file=sys.stderr)
 
 
 async def _main(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import trio
@@ -11,19 +12,19 @@ from attrs import define, field, frozen
 from relax_trio.config.tree import Config
 from relax_trio.data.dataset import Dataset
 from relax_trio.data.json import JsonObject
-from relax_trio.data.rows import RowStream
-from relax_trio.errors import RelaxTrioError
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
 from relax_trio.loop.evidence import Evidence
 from relax_trio.loop.setup import Resume
+from relax_trio.loop.start import tell_operator
 from relax_trio.observe.rundir import CHECKPOINTS_DIR
 from relax_trio.runtime.engine import Engine, open_engine
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
+from relax_trio.sync.cleanup import MAX_CLEANUP_S, cleanup_scope
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
 from relax_trio.train.base import Trainer
 from relax_trio.train.settings import TrainerSettings
@@ -53,13 +54,13 @@ class TrainLoop:
     Attributes:
       n_steps: steps of the whole run.
       states: what a checkpoint of each weight version must remember; at most two are kept.
+      update_s: seconds of handing over the weights that the coming step runs on.
     """
 
     config: Config
     shared: Shared
     work: Work
     trainer: Trainer
-    rows: RowStream
     evidence: Evidence
     datasets: tuple[EvalDataset, ...]
     eval_limits: TurnLimits
@@ -69,6 +70,7 @@ class TrainLoop:
     states: dict[WeightVersion, JsonObject] = field(factory=dict)
     saved: WeightVersion | None = None
     checkpoint: Path | None = None
+    update_s: float = 0.0
 
     async def run(self) -> None:
         """Run the steps that are left.
@@ -79,16 +81,13 @@ class TrainLoop:
         Cancellation: the step in hand is given up; an optimizer phase is undone or finished, never left between.
         """
         self.saved = self.trainer.weight_version
-        if self.first_step == 0 and self.config.eval.eval_interval is not None:
-            await self._evaluate(0)
+        await self._evaluate_if_due(self.first_step)
         for rollout_id in range(self.first_step, self.n_steps):
             await self._run_step(rollout_id)
             n_done = rollout_id + 1
             if self.config.train.save_interval and n_done % self.config.train.save_interval == 0:
                 await self.save()
-            interval = self.config.eval.eval_interval
-            if interval is not None and (n_done % interval == 0 or n_done == self.n_steps):
-                await self._evaluate(n_done)
+            await self._evaluate_if_due(n_done)
 
     async def save(self) -> None:
         """Write a checkpoint of the last complete step, unless it is written already."""
@@ -98,36 +97,48 @@ class TrainLoop:
             self.saved = version
 
     async def _run_step(self, rollout_id: int) -> None:
-        times: dict[str, float] = {}
-        started_s = trio.current_time()
         result = await self.work.run_step(rollout_id)
-        times["perf/rollout_time"] = result.seconds
         await self.evidence.dump(result)
         self._remember(rollout_id + 1)
-
-        train_started_s = trio.current_time()
+        started_s = trio.current_time()
         train_metrics = await self.trainer.step(rollout_id, result.samples)
-        times["perf/train_time"] = trio.current_time() - train_started_s
-
-        sync_started_s = trio.current_time()
-        await self.shared.backend.update_weights(self.trainer.weight_version, self.trainer.weights())
-        times["perf/update_weights_time"] = trio.current_time() - sync_started_s
-        times["perf/step_time"] = trio.current_time() - started_s
+        train_s = trio.current_time() - started_s
+        # Without a checkpoint in between: a step that is trained is written down, whatever stops the run now.
+        times = {
+            "perf/rollout_time": result.seconds,
+            "perf/train_time": train_s,
+            "perf/step_time": result.seconds + train_s,
+            "perf/update_weights_time": self.update_s,
+        }
         self.evidence.step(result, train_metrics, times)
+        started_s = trio.current_time()
+        await self.shared.backend.update_weights(self.trainer.weight_version, self.trainer.weights())
+        self.update_s = trio.current_time() - started_s
 
     def _remember(self, n_done: int) -> None:
         """Note what the checkpoint of the coming version needs, before the phase that makes it."""
         current = self.trainer.weight_version
         version = WeightVersion(str(n_done))
-        state = setup.resume_state(n_done, self.work.next_group, version, self.rows.position())
+        state = setup.resume_state(self.work, n_done, version, self.evidence.run_dir)
         self.states = {v: s for v, s in self.states.items() if v == current} | {version: state}
 
-    async def _evaluate(self, n_done: int) -> None:
+    async def _evaluate_if_due(self, n_done: int) -> None:
+        """Evaluate before the first step, at the interval and at the end, unless a resumed run has done it."""
+        interval = self.config.eval.eval_interval
+        if interval is None or (n_done % interval and n_done != self.n_steps):
+            return
         for dataset in self.datasets:
+            if self.evidence.has_evaluation(n_done, dataset.name):
+                continue
             evaluation = Evaluation(
-                dataset=dataset, shared=self.shared, limits=self.eval_limits, scorer=self.work.scorer
+                dataset=dataset,
+                shared=self.shared,
+                limits=self.eval_limits,
+                scorer=self.work.scorer,
+                session_retries=self.config.rollout.agentic_session_retries,
+                agent_retries=self.config.rollout.agentic_agent_retries,
             )
-            await self.evidence.evaluation(n_done, await evaluation.run())
+            self.evidence.evaluation(n_done, await evaluation.run())
 
 
 async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
@@ -140,10 +151,11 @@ async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> 
 
     Raises:
       ConfigError: dataset, checkpoint or hook can't be used.
-      RelaxTrioError: the run failed; the last complete step's checkpoint is written before.
+      RelaxTrioError: the run failed, alone or in groups; the last complete step's checkpoint is written before.
 
-    Cancellation: as on the first Ctrl-C, but without the last checkpoint.
+    Cancellation: as on the first Ctrl-C; the last checkpoint is bounded.
     """
+    setup.seed_globals(config.train.seed)
     resume = setup.find_resume(config)
     dataset = setup.train_dataset(config)
     datasets = setup.eval_datasets(config)
@@ -160,18 +172,17 @@ async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> 
     backend = setup.make_backend(config, source, codec, version)
     async with open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop) as engine:
         loop = _make_loop(config, engine, trainer, dataset, datasets, resume, n_steps, cpu, run_dir)
-        failure: RelaxTrioError | None = None
-        with stop.work():
-            async with loop.work.open():
-                try:
-                    await loop.run()
-                except RelaxTrioError as exc:
-                    failure = exc
+        tell_operator(engine)
         try:
-            await loop.save()
-        finally:
-            if failure is not None:
-                raise failure
+            with stop.work():
+                async with loop.work.open():
+                    await loop.run()
+        except BaseException:
+            # A service that died, a bug, a full disk: what was trained is worth a checkpoint all the same.
+            with cleanup_scope(MAX_CLEANUP_S, "checkpoint of the last complete step"):
+                await loop.save()
+            raise
+        await loop.save()
     return RunSummary(
         run_dir=run_dir,
         n_steps=int(trainer.weight_version),
@@ -201,6 +212,7 @@ def _make_loop(
         rows=rows,
         scorer=setup.make_scorer(config, cpu),
         next_group=0 if resume is None else resume.next_group,
+        row_failures=Counter({} if resume is None else resume.row_failures),
         heartbeat_s=config.output.stall_warning,
     )
     emit("run.started", steps=n_steps, first_step=first_step, rows=len(dataset), run_dir=str(run_dir))
@@ -209,7 +221,6 @@ def _make_loop(
         shared=engine.shared,
         work=work,
         trainer=trainer,
-        rows=rows,
         evidence=Evidence.open(config, run_dir, cpu, first_step),
         datasets=datasets,
         eval_limits=setup.eval_limits(config, model_len),

@@ -2,6 +2,7 @@
 
     RUN_DIR/
       metrics.jsonl     one object per step (metrics.py)
+      eval.jsonl        one object per evaluation
       run.log           every event, one line each (log.py)
       config.yaml       the resolved configuration
       reward.png        the reward curve (curve.py)
@@ -21,6 +22,7 @@ from pathlib import Path
 from relax_trio.errors import ConfigError, boundary
 
 METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
 RUN_LOG_FILE = "run.log"
 CONFIG_FILE = "config.yaml"
 CURVE_FILE = "reward.png"

@@ -101,7 +101,6 @@ class Call:
         await self.done.wait()
         assert self._result is not None
         if isinstance(self._result, outcome.Error):
-            # Several front halves may wait for one call; each raises an error of its own.
             error = self._result.error
             assert isinstance(error, ProtocolError)
             raise error.with_traceback(None)

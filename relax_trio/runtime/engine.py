@@ -102,5 +102,4 @@ def _shared(
         retry_grace_s=config.server.agentic_retry_grace,
         agent_timeout_s=config.agent.agent_timeout,
         unechoed_reasoning="restore" if config.rollout.agentic_unechoed_reasoning == "restore" else "fork",
-        dedup_shared_turns=config.rollout.dedup_shared_turns,
     )

@@ -54,6 +54,8 @@ class Evaluation:
     shared: Shared
     limits: TurnLimits
     scorer: RewardScorer
+    session_retries: int = 2
+    agent_retries: int = 0
     _results: dict[int, list[Sample]] = field(factory=dict)
 
     async def run(self) -> EvalResult:
@@ -97,6 +99,8 @@ class Evaluation:
             limits=self.limits,
             shared=self.shared,
             leases=Gate(),
+            session_retries=self.session_retries,
+            agent_retries=self.agent_retries,
         )
 
     async def _run_one(self, group: Group, permits: trio.CapacityLimiter) -> None:

@@ -8,7 +8,6 @@ import trio
 from attrs import define, field, frozen
 
 from relax_trio.data.task import TaskInput
-from relax_trio.errors import AgentLaunchError, BackendError
 from relax_trio.events import emit
 from relax_trio.ids import GroupId, place_id
 from relax_trio.runtime.session import Completed, Failed, Session
@@ -43,6 +42,7 @@ class Group:
       number: running number in the run.
       first_sample: sample number of place 0 of this row (eval repeats a row in singleton Groups).
       leases: gate of Runtime: a full barrier is leased only while it is open.
+      n_failed_sessions: Sessions that failed so far, those that were tried again included.
       session_retries, agent_retries: new Sessions at a place after a failure outside, or of, the agent.
     """
 
@@ -57,6 +57,7 @@ class Group:
     first_sample: int = 0
     session_retries: int = 2
     agent_retries: int = 0
+    n_failed_sessions: int = 0
     barrier: PresenceBarrier = field(init=False)
     lease: trio.Event = field(factory=trio.Event)
     _scope: trio.CancelScope = field(factory=trio.CancelScope)
@@ -74,10 +75,15 @@ class Group:
         """Prepared: every place has a live request and the lease is not given yet."""
         return self.barrier.is_full and not self.lease.is_set()
 
-    @property
-    def n_completed(self) -> int:
-        """Places that completed."""
-        return sum(1 for outcome in self._completed if outcome is not None)
+    def long_waits(self, seconds: float) -> list[str]:
+        """What the Group has waited for longer than `seconds`: the chain from place to request to its wait."""
+        waits = []
+        for index, session in enumerate(self._sessions):
+            if session is None or self._completed[index] is not None:
+                continue
+            live = session.long_waits(seconds)
+            waits += [f"{session.place} {wait}" for wait in live]
+        return waits
 
     async def run(self) -> GroupOutcome:
         """Run every place to its end.
@@ -129,7 +135,8 @@ class Group:
             if isinstance(result, Completed):
                 self._completed[index] = result
                 return
-            fault = "engine" if isinstance(result.error, AgentLaunchError | BackendError) else "agent"
+            self.n_failed_sessions += 1
+            fault = "agent" if result.is_agents_fault else "engine"
             if not retries[fault]:
                 self.drop(f"{session.place} failed", result)
                 return

@@ -14,7 +14,7 @@ from relax_trio.backend.base import Attempt, AttemptResult, SamplingParams
 from relax_trio.data.messages import Message
 from relax_trio.data.request import CanonicalRequest, Completion, TokenLogprob, Usage
 from relax_trio.data.sample import VersionSpan
-from relax_trio.errors import BackendError, EngineUnavailable, InternalError
+from relax_trio.errors import BackendError, BackendProtocolError, EngineUnavailable, InternalError
 from relax_trio.events import emit
 from relax_trio.forest.forest import Match
 from relax_trio.ids import Rid, StateHash
@@ -87,7 +87,7 @@ async def run_request(call: Call, session: Session) -> Completion:
             call.waiting_for = "backend"
             result = await _attempt(call, session, turn)
         turn.keep(result)
-        finish = _finish(turn, result, shared.codec.stop_token_ids)
+        finish = _finish(turn, result, (*shared.codec.stop_token_ids, *session.limits.stop_token_ids))
     call.waiting_for = "commit"
     return await _commit(call, session, turn, stopped=finish == "stop")
 
@@ -163,7 +163,7 @@ async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
     except BackendError as exc:
         record.finish = "failed"
         emit("attempt.failed", rid=rid, error=str(exc), retryable=exc.retryable)
-        if not exc.retryable:
+        if not exc.retryable and not isinstance(exc, BackendProtocolError):
             raise InternalError(f"the engine refused request {call.request_id} of {session.place}: {exc}") from exc
         session.fail(exc)
         raise EngineUnavailable(f"the engine failed while it served {session.place}: {exc}") from exc
@@ -207,10 +207,12 @@ async def _commit(call: Call, session: Session, turn: Turn, *, stopped: bool) ->
         stop_string=turn.stop_string,
     )
     call.node = node
-    for flag in parsed.flags:
-        emit("turn.flagged", place=session.place, request=call.request_id, flag=flag)
+    flags = list(parsed.flags)
     if request.tool_choice not in ("auto", "none") and parsed.finish != "tool_calls":
-        emit("turn.flagged", place=session.place, request=call.request_id, flag="tool_choice_not_met")
+        flags.append("tool_choice_not_met")
+    for flag in flags:
+        session.flags[flag] += 1
+        emit("turn.flagged", place=session.place, request=call.request_id, flag=flag)
     return Completion(
         request_id=call.request_id,
         node_id=node.id,

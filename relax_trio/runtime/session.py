@@ -22,6 +22,7 @@ from relax_trio.data.sample import Context
 from relax_trio.data.task import TaskInput
 from relax_trio.errors import (
     AgentError,
+    AgentLaunchError,
     AgentTimeout,
     BackendError,
     EngineUnavailable,
@@ -31,7 +32,7 @@ from relax_trio.errors import (
     SessionDiscarded,
 )
 from relax_trio.events import emit
-from relax_trio.forest.export import export_contexts
+from relax_trio.forest.export import export_contexts, shared_trained_tokens
 from relax_trio.forest.forest import SessionForest
 from relax_trio.forest.view import forest_json
 from relax_trio.ids import Credential, GroupId, PlaceId, RequestId, StateHash, new_credential
@@ -50,12 +51,21 @@ SessionFailure: TypeAlias = AgentError | ExportError | BackendError
 
 @frozen(kw_only=True)
 class SessionReport:
-    """What is remembered of an ended Session for metrics and dumps; plain values only."""
+    """What is remembered of an ended Session for metrics and dumps; plain values only.
+
+    Attributes:
+      n_restored: responses that came back without their reasoning and were recognized.
+      n_shared_tokens: generated tokens that stand in more than one of its contexts.
+      flags: turns by what was unusual about them, see `ParsedTurn.flags`.
+    """
 
     place: PlaceId
     seconds: float
     n_requests: int
     n_attempts: int
+    n_restored: int
+    n_shared_tokens: int
+    flags: dict[str, int]
     requests: tuple[JsonObject, ...]
     state_hashes: tuple[str, ...]
 
@@ -75,6 +85,11 @@ class Failed:
     place: PlaceId
     error: SessionFailure
     report: SessionReport
+
+    @property
+    def is_agents_fault(self) -> bool:
+        """Whether another try with the same agent and row is likely to end the same way."""
+        return not isinstance(self.error, AgentLaunchError | BackendError)
 
 
 SessionOutcome: TypeAlias = Completed | Failed
@@ -107,6 +122,9 @@ class Session:
     forest: SessionForest = field(init=False)
     budget: ActiveBudget = field(init=False)
     calls: list[Call] = field(factory=list)
+    flags: Counter[str] = field(factory=Counter)
+    _is_open: bool = False
+    _n_shared_tokens: int = 0
     _failure: BackendError | None = None
     _started_s: float = field(factory=trio.current_time)
     _repeats: Counter[StateHash] = field(factory=Counter)
@@ -128,8 +146,12 @@ class Session:
         """Serve requests for the length of the block; on leaving, discard those that are left."""
         try:
             async with trio.open_nursery() as self._nursery:
-                with self.shared.sessions.listed(self):
-                    yield
+                self._is_open = True
+                try:
+                    with self.shared.sessions.listed(self):
+                        yield
+                finally:
+                    self._is_open = False
                 self._nursery.cancel_scope.cancel(reason=f"session {self.name} ended")
         finally:
             with cleanup_scope(CLOSE_SESSION_S, f"cache of session {self.name}"):
@@ -143,7 +165,7 @@ class Session:
         result: SessionOutcome | None = None
         async with self.open():
             result = await self._run_agent()
-        if self._failure is not None:
+        if self._failure is not None and not isinstance(result, Completed):
             return Failed(place=self.place, error=self._failure, report=self.report())
         assert result is not None, "a Session ends by its agent or by its own failure"
         return result
@@ -182,10 +204,17 @@ class Session:
                     tail=agent.log_tail(),
                 )
             output = await agent.read_output()
-            return export_contexts(self.forest, output, dedup_shared_turns=self.shared.dedup_shared_turns)
-        except (AgentError, ExportError):
+            contexts = export_contexts(self.forest, output, dedup_shared_turns=self.shared.dedup_shared_turns)
+            self._n_shared_tokens = shared_trained_tokens(contexts)
+            return contexts
+        except AgentError:
             agent.mark_failed()
             raise
+        except ExportError as exc:
+            agent.mark_failed()
+            tail = agent.log_tail()
+            story = f"; the end of run.log follows\n{tail}" if tail else ""
+            raise type(exc)(f"session {self.place}: {exc}{story}") from exc
         except trio.Cancelled:
             if self._failure is not None:
                 agent.mark_failed()
@@ -200,7 +229,10 @@ class Session:
 
         Raises:
           EngineUnavailable: the run is shutting down.
+          SessionDiscarded: the Session ended while the request was read.
         """
+        if not self._is_open:
+            raise SessionDiscarded(f"session {self.place} has ended")
         if self.shared.sessions.closing:
             raise EngineUnavailable("the run is shutting down")
         if request.retry and (twin := self._undelivered(request.digest)) is not None:
@@ -209,15 +241,16 @@ class Session:
             return twin
         call = Call(request_id=RequestId(f"r{len(self.calls) + 1}"), request=request, grace_s=self.shared.retry_grace_s)
         self.calls.append(call)
+        self._nursery.start_soon(self._serve, call, name=f"request {self.name}.{call.request_id}")
         if self.barrier is not None:
             self.barrier.arrive(self.index)
-        self._nursery.start_soon(self._serve, call, name=f"request {self.name}.{call.request_id}")
         return call
 
     def fail(self, error: BackendError) -> None:
         """The engine failed this Session: discard it; its place may try again."""
         if self._failure is None:
             self._failure = error
+            emit("session.failed", place=self.place, n_try=self.n_try, error=f"{type(error).__name__}: {error}")
             self._nursery.cancel_scope.cancel(reason=f"session {self.name}: {type(error).__name__}")
 
     def repeats(self, state: StateHash) -> int:
@@ -243,13 +276,22 @@ class Session:
             call.settle(result)
 
     def _undelivered(self, digest: bytes) -> Call | None:
-        """The newest call of this body that is in flight, or done well and never received."""
+        """The newest call of this body that is in flight, or done well and never received.
+
+        A reply is kept until something builds on it or on its parent.
+        """
+        later: list[Call] = []
         for call in reversed(self.calls):
             if call.request.digest != digest:
+                later.append(call)
                 continue
-            if call.done.is_set() and (call.is_delivered or call.node is None or call.node.delivered):
+            if not call.done.is_set():
+                return None if call.scope.cancel_called else call
+            node = call.node
+            if node is None or call.is_delivered or node.children:
                 return None
-            return None if call.scope.cancel_called else call
+            siblings = [other.node for other in later if other.node is not None and other.node is not node]
+            return None if any(sibling.parent is node.parent for sibling in siblings) else call
         return None
 
     # --- evidence ---------------------------------------------------------------------------------------------
@@ -261,9 +303,23 @@ class Session:
             seconds=trio.current_time() - self._started_s,
             n_requests=len(self.calls),
             n_attempts=sum(len(call.attempts) for call in self.calls),
+            n_restored=self.forest.n_restored,
+            n_shared_tokens=self._n_shared_tokens,
+            flags=dict(self.flags),
             requests=tuple(call.to_json() for call in self.calls),
             state_hashes=tuple(node.state.hex() for node in self.forest.nodes),
         )
+
+    def long_waits(self, seconds: float) -> list[str]:
+        """What has been waited for longer than `seconds`: live requests with what each waits for, or the agent."""
+        now = trio.current_time()
+        live = [call for call in self.calls if not call.done.is_set()]
+        if not live:
+            last_s = max((call.settled_s or 0.0 for call in self.calls), default=self._started_s)
+            what = "has made no model call" if not self.calls else "has made no further model call"
+            return [f"its agent {what} for {now - last_s:.0f} s"] if now - last_s >= seconds else []
+        old = [call for call in live if now - call.accepted_s >= seconds]
+        return [f"{call.request_id} waits for {call.waiting_for} since {now - call.accepted_s:.0f} s" for call in old]
 
     def debug_state(self, *, forest: bool) -> JsonObject:
         """State for `/debug_state`: place, age, requests; with `forest`, also `nodes` and `leaves` (docs/forest.md)."""

@@ -34,6 +34,7 @@ class StepResult:
     groups: tuple[ScoredGroup, ...]
     n_dropped: int
     n_failed_sessions: int
+    n_set_aside_rows: int
     seconds: float
 
     @property
@@ -81,6 +82,11 @@ class Step:
             return 0
         return max(0, self.n_work - self.n_alive - len(self._scored))
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was opened."""
+        return trio.current_time() - self._opened_s
+
     def pay(self, group: ScoredGroup) -> bool:
         """Count a scored Group; False when the step has what it needs already (surplus)."""
         if self.closed.is_set():
@@ -96,8 +102,11 @@ class Step:
             self.failure = error
             self.closed.set()
 
-    def result(self) -> StepResult:
+    def result(self, n_set_aside_rows: int) -> StepResult:
         """What the closed step yields.
+
+        Args:
+          n_set_aside_rows: rows of the run that are not tried any more.
 
         Raises:
           RelaxTrioError: the step's failure.
@@ -110,5 +119,6 @@ class Step:
             groups=tuple(sorted(self._scored, key=lambda group: group.number)),
             n_dropped=self.n_dropped,
             n_failed_sessions=self.n_failed_sessions,
-            seconds=trio.current_time() - self._opened_s,
+            n_set_aside_rows=n_set_aside_rows,
+            seconds=self.age_s,
         )

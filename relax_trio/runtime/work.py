@@ -34,6 +34,9 @@ class Work:
     Attributes:
       rows: where Groups take their rows from and return them to.
       next_group: number of the next Group; part of the resume state.
+      row_failures: failures of agents by row; part of the resume state.
+      assigns_credit: False for rollout without training, which any number of contexts may come from.
+      heartbeat_s: a step tells at these intervals that it is open, and of waits that are longer.
     """
 
     shared: Shared
@@ -42,13 +45,14 @@ class Work:
     rows: RowStream
     scorer: RewardScorer
     next_group: int = 0
+    row_failures: Counter[int] = field(factory=Counter)
+    assigns_credit: bool = True
     heartbeat_s: float = 60.0
     _leases: Gate = field(factory=lambda: Gate(shut="no step is open"))
     _demand: Gate = field(factory=lambda: Gate(shut="no step is open"))
     _idle: Gate = field(factory=Gate)
     _resident: trio.CapacityLimiter = field(init=False)
     _alive: dict[Group, trio.CancelScope] = field(factory=dict)
-    _row_failures: Counter[int] = field(factory=Counter)
     _failures_in_a_row: int = 0
     _step: Step | None = None
     _nursery: trio.Nursery = field(init=False)
@@ -95,17 +99,16 @@ class Work:
             scope.cancel(reason=f"step {rollout_id} closed")
         await self._idle.wait_open()
         self._step = None
-        result = step.result()
         emit(
             "accounting_end",
             rollout=rollout_id,
             scored=step.n_scored,
             dropped=step.n_dropped,
             failed_sessions=step.n_failed_sessions,
-            samples=len(result.samples),
-            seconds=result.seconds,
+            seconds=step.age_s,
+            failed=step.failure is not None,
         )
-        return result
+        return step.result(len(self.rows.set_aside_rows))
 
     async def _heartbeat(self, step: Step) -> None:
         """Tell at intervals that the step is still open, and what it has."""
@@ -118,6 +121,13 @@ class Work:
                 prepared=sum(1 for group in self._alive if group.is_ready),
                 at_work=step.n_alive,
             )
+            for group in self._alive:
+                waits = group.long_waits(self.heartbeat_s)
+                if waits:
+                    leased = group.lease.is_set()
+                    emit(
+                        "group.stalled", rollout=step.rollout_id, group=group.id, leased=leased, waits="; ".join(waits)
+                    )
 
     # --- prepare ------------------------------------------------------------------------------------------------
 
@@ -185,7 +195,8 @@ class Work:
         samples = build_samples(group, outcome, self.shared.codec)
         try:
             await self.scorer.score(samples)
-            assign_credit(samples, self.scorer.config)
+            if self.assigns_credit:
+                assign_credit(samples, self.scorer.config)
         except (RewardError, CreditError) as exc:
             step.fail(exc)
             return None
@@ -198,6 +209,7 @@ class Work:
 
     def _account(self, group: Group, outcome: Complete | Dropped, scored: ScoredGroup | None, step: Step) -> None:
         """Pay the step or return the row. Plain: nothing can come between."""
+        step.n_failed_sessions += group.n_failed_sessions
         if isinstance(outcome, Complete):
             self._failures_in_a_row = 0
         if scored is not None and step.pay(scored):
@@ -205,21 +217,22 @@ class Work:
             return
         step.n_dropped += 1
         failure = outcome.failure if isinstance(outcome, Dropped) else None
-        reason = outcome.reason if isinstance(outcome, Dropped) else "surplus at the close of the step"
+        surplus = "its reward failed" if step.failure is not None else "surplus at the close of the step"
+        reason = outcome.reason if isinstance(outcome, Dropped) else surplus
         emit("group.dropped", group=group.id, reason=reason)
         if failure is None:
             self.rows.give_back(group.task)
             return
-        step.n_failed_sessions += 1
         self._count_failure(group, failure, step)
 
     def _count_failure(self, group: Group, failure: Failed, step: Step) -> None:
-        """A row that fails too often is set aside; a run in which nothing but failures happens ends."""
+        """A row whose agents fail too often is set aside; a run in which nothing but failures happens ends."""
         row = group.task.row
-        self._row_failures[row] += 1
-        if self._row_failures[row] >= self.config.max_row_failures:
+        if failure.is_agents_fault:
+            self.row_failures[row] += 1
+        if self.row_failures[row] >= self.config.max_row_failures:
             self.rows.set_aside(group.task, f"{failure.place}: {failure.error}")
-            emit("row.set_aside", source=group.task.source, failures=self._row_failures[row])
+            emit("row.set_aside", source=group.task.source, failures=self.row_failures[row])
         else:
             self.rows.give_back(group.task)
         self._failures_in_a_row += 1

@@ -36,9 +36,10 @@ class Trainer(Protocol):
           samples: every row of the step, each with its `advantage`; all contexts of a Session among them.
 
         Returns:
-          Metrics by their slash-separated names, all finite: at least `train/loss`, `train/grad_norm`, `train/lr`,
+          Metrics by their slash-separated names: at least `train/loss`, `train/grad_norm`, `train/lr`,
           `train/entropy`, `train/ppo_kl`, `train/pg_clipfrac`, `train/rollout_logprob_abs_diff`, `train/n_tokens`.
-          Means of nothing, when every optimizer step was skipped, are 0.0.
+          All are finite but `train/rollout_logprob_abs_diff` and its mean, which are infinite where a recomputed
+          logprob isn't a number. Means of nothing, when every optimizer step was skipped, are 0.0.
 
         Raises:
           TrainError: the rows cannot be trained on, or the training failed; the trainer is as before the phase.

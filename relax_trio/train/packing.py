@@ -46,8 +46,13 @@ class Batch:
 
 
 def row_order(samples: Sequence[Sample]) -> list[Sample]:
-    """Sort by Group, then Session: an order that doesn't depend on when a Session ended. Contexts keep theirs."""
-    return sorted(samples, key=lambda sample: (sample.group_index, sample.index))
+    """Sort by dataset row, then Group, then Session; contexts keep their order.
+
+    The row comes first because the Group's number isn't the same in every run: which Group takes a row again after a
+    failure depends on which failed first. Numbers only tell apart Groups of one row, which is in a step twice where
+    an epoch ends.
+    """
+    return sorted(samples, key=lambda sample: (sample.row, sample.group_index, sample.index))
 
 
 def split_optimizer_batches(samples: Sequence[Sample], global_batch_size: int | None) -> list[list[Sample]]:

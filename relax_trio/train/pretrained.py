@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
 
-from relax_trio.errors import ConfigError, boundary
-
-_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+from relax_trio.backend.checkpoint import load_causal_lm, no_progress_bars
 
 
 def default_device() -> torch.device:
@@ -27,16 +20,7 @@ def load_model(path: Path, device: torch.device) -> torch.nn.Module:
     Raises:
       ConfigError: not a checkpoint of a causal LM, unreadable, or tensors are missing or misshapen.
     """
-    with boundary(ConfigError, f"checkpoint {path} cannot be loaded", *_LOAD_ERRORS), _quiet():
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    model: torch.nn.Module
-    model, info = loaded
-    # transformers would fill these with random numbers.
-    lacking = sorted({*map(str, info["missing_keys"]), *(str(item[0]) for item in info["mismatched_keys"])})
-    if lacking:
-        raise ConfigError(f"checkpoint {path} lacks {len(lacking)} tensors of its model: {', '.join(lacking[:5])}")
+    model = load_causal_lm(path, torch.float32)
     for parameter in model.parameters():
         # Fresh memory: kernels may round differently by alignment, and loaded weights can lie anywhere in a file.
         parameter.data = parameter.data.to(device, copy=True)
@@ -49,18 +33,5 @@ def save_model(model: torch.nn.Module, directory: Path) -> None:
     Raises:
       OSError, RuntimeError, SafetensorError: a file could not be written.
     """
-    with _quiet():
+    with no_progress_bars():
         model.save_pretrained(directory)  # type: ignore[operator]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back transformers' progress bars: the terminal belongs to the run."""
-    log: Any = transformers.utils.logging
-    enabled = log.is_progress_bar_enabled()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            log.enable_progress_bar()

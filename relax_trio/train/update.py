@@ -23,6 +23,35 @@ from relax_trio.train.schedule import learning_rate
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.weights import put_back, snapshot
 
+GAP_METRICS = ("train/rollout_logprob_abs_diff", "train/rollout_logprob_abs_diff_mean")
+"""Largest and mean |training − rollout| logprob of a phase; infinite, as no other metric, where one isn't finite."""
+
+
+@define(eq=False, kw_only=True)
+class Gap:
+    """|training − rollout| logprob over trained tokens, in nats.
+
+    Attributes:
+      largest: infinite where a token's gap is not a finite number.
+      total: sum over the tokens, infinite likewise.
+      n_tokens: trained tokens.
+    """
+
+    largest: float = 0.0
+    total: float = 0.0
+    n_tokens: int = 0
+
+    def add(self, log_ratio: torch.Tensor) -> None:
+        """Add (K,) training minus rollout logprobs."""
+        gap = log_ratio.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        self.join(Gap(largest=float(gap.max()), total=float(gap.sum()), n_tokens=len(gap)))
+
+    def join(self, other: Gap) -> None:
+        """Add the tokens of another gap."""
+        self.largest = max(self.largest, other.largest)
+        self.total += other.total
+        self.n_tokens += other.n_tokens
+
 
 @define(eq=False, kw_only=True)
 class StepStats:
@@ -30,30 +59,30 @@ class StepStats:
 
     Attributes:
       sums: metric name → sum of weight times value.
-      gap_max, gap_sum: largest and summed |training − rollout| logprob, nats.
+      gap: to the logprobs of rollout.
       ratio_max: largest ratio of new to old probability.
-      n_tokens: trained tokens.
     """
 
     sums: dict[str, float] = field(factory=dict)
-    gap_max: float = 0.0
-    gap_sum: float = 0.0
+    gap: Gap = field(factory=Gap)
     ratio_max: float = 0.0
-    n_tokens: int = 0
 
-    def add(self, values: Mapping[str, torch.Tensor], gap: torch.Tensor, ratio: torch.Tensor) -> None:
-        """Add one micro-batch: () sums by metric, (K,) logprob gaps, (K,) ratios."""
+    def add(self, values: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ratio: torch.Tensor) -> None:
+        """Add one micro-batch: () sums by metric, (K,) new minus old logprobs, (K,) ratios."""
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        self.gap_max = max(self.gap_max, float(gap.max()))
-        self.gap_sum += float(gap.sum())
+        self.gap.add(log_ratio)
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
-        self.n_tokens += len(gap)
+
+    @property
+    def n_tokens(self) -> int:
+        """Trained tokens."""
+        return self.gap.n_tokens
 
     @property
     def finite(self) -> bool:
         """Whether every number is one; if not, the gradient isn't worth applying."""
-        return math.isfinite(self.gap_sum) and all(math.isfinite(value) for value in self.sums.values())
+        return math.isfinite(self.gap.total) and all(math.isfinite(value) for value in self.sums.values())
 
 
 @frozen(kw_only=True)
@@ -102,8 +131,11 @@ class Updater:
         Raises:
           TrainError: nothing to train on, or malformed rows.
 
-        Whatever is raised, model and optimizer are as before the phase. For that, a phase of several optimizer steps
-        keeps a copy of the optimizer's state (8 bytes a parameter) while it runs.
+        Whatever is raised, model and optimizer are as before the phase. For that, a copy of the optimizer's state
+        (8 bytes a parameter) is kept from the first optimizer step to the end of the phase.
+
+        The gap to rollout (`GAP_METRICS`) is that of the weights before the phase, for all rows: those of later
+        optimizer steps are scored once more for it, without gradients, before the first one.
         """
         rows = row_order(samples) if self._settings.deterministic else list(samples)
         train = self._settings.train
@@ -115,10 +147,11 @@ class Updater:
         if not packed:
             raise TrainError(f"none of the {len(rows)} rows of the step has a trained token")
         self._check_vocabulary(packed)
-        report = _PhaseReport()
-        with self._all_or_nothing(n_steps=len(packed)):
+        report = _PhaseReport(self._gap(packed[1:], check_stop))
+        with self._all_or_nothing() as keep_optimizer:
             for batches in packed:
                 stats = self.accumulate(batches, check_stop)
+                keep_optimizer()
                 lr = learning_rate(train, self.n_steps, self._settings.n_total)
                 norm = self._apply(lr, stats)
                 report.add(stats, norm, lr, self.n_steps)
@@ -158,20 +191,36 @@ class Updater:
         self.n_steps = int(state["n_steps"])
 
     @contextmanager
-    def _all_or_nothing(self, *, n_steps: int) -> Iterator[None]:
-        """Undo the optimizer steps of a block that raises."""
+    def _all_or_nothing(self) -> Iterator[Callable[[], None]]:
+        """Undo the optimizer steps of a block that raises; the block calls what it is given before each of them."""
         first_step = self.n_steps
-        # After the only optimizer step of a phase little is left that could fail: not worth the memory of a copy.
-        optimizer = copy.deepcopy(self._optimizer.state_dict()) if n_steps > 1 else None
+        kept: list[dict[str, Any]] = []
+
+        def keep_optimizer() -> None:
+            # No sooner than the first step: with its gradient complete, no activations compete for the memory.
+            if not kept:
+                kept.append(copy.deepcopy(self._optimizer.state_dict()))
+
         try:
-            yield
+            yield keep_optimizer
         except BaseException:
             self._optimizer.zero_grad(set_to_none=True)
             put_back(self.policy.model, self.weights)
             self.n_steps = first_step
-            if optimizer is not None:
-                self._optimizer.load_state_dict(optimizer)
+            if kept:
+                self._optimizer.load_state_dict(kept[0])
             raise
+
+    @torch.no_grad()
+    def _gap(self, packed: Sequence[Sequence[Batch]], check_stop: Callable[[], None]) -> Gap:
+        """The gap to rollout under the weights as they are."""
+        gap = Gap()
+        for batches in packed:
+            for batch in batches:
+                check_stop()
+                logprobs, _ = self.policy.score(batch, self._settings.distribution)  # (K,)
+                gap.add(logprobs - batch.rollout_logprobs[batch.loss_mask].to(logprobs))
+        return gap
 
     def _backward(self, batch: Batch, stats: StepStats) -> None:
         train = self._settings.train
@@ -195,7 +244,7 @@ class Updater:
             "train/pg_clipfrac": (weights * result.clipped).sum(),
             "train/ratio": (weights * result.ratio).sum(),
         }
-        stats.add(values, result.log_ratio.abs(), result.ratio)
+        stats.add(values, result.log_ratio, result.ratio)
 
     def _apply(self, lr: float, stats: StepStats) -> float:
         """Clip and step; returns the gradient norm before clipping, NaN or infinite when the step was skipped."""
@@ -225,9 +274,13 @@ class _PhaseReport:
     """Collects the optimizer steps of a phase.
 
     A skipped step adds to no mean, because its numbers may be NaN; with every step skipped the means are 0.0 and
-    `train/n_optimizer_steps` says why.
+    `train/n_optimizer_steps` says why. The gap to rollout is told all the same: that is where such numbers show.
+
+    Attributes:
+      gap: to rollout, of the rows that are not in the first optimizer step.
     """
 
+    gap: Gap
     first: StepStats | None = None
     kept: list[tuple[StepStats, float]] = field(factory=list)
     skipped: list[int] = field(factory=list)
@@ -256,8 +309,7 @@ class _PhaseReport:
             "train/n_optimizer_steps": float(len(self.kept)),
             "train/n_skipped_steps": float(len(self.skipped)),
         }
-        # Only before the first weight change do training and rollout hold the same weights.
-        first = self.first if self.first.finite else StepStats(n_tokens=1)
-        metrics["train/rollout_logprob_abs_diff"] = first.gap_max
-        metrics["train/rollout_logprob_abs_diff_mean"] = first.gap_sum / first.n_tokens
+        # The weights have not changed before the first optimizer step, so its own gap is as good as one taken apart.
+        self.gap.join(self.first.gap)
+        metrics |= zip(GAP_METRICS, (self.gap.largest, self.gap.total / self.gap.n_tokens), strict=True)
         return PhaseResult(metrics=metrics, skipped=tuple(self.skipped))

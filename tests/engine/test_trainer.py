@@ -36,7 +36,7 @@ from relax_trio.train.pretrained import load_model
 from relax_trio.train.recompute import logprob_gap, recompute_logprobs
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.trainer import open_trainer
-from relax_trio.train.update import Updater
+from relax_trio.train.update import GAP_METRICS, Updater
 
 pytestmark = pytest.mark.engine
 
@@ -288,6 +288,38 @@ async def test_the_gap_to_rollout_is_taken_before_any_weight_changes(checkpoint)
     assert trainer.weight_version == "1"
 
 
+async def test_the_gap_to_rollout_covers_the_rows_of_every_optimizer_step(checkpoint):
+    samples = rollout(tiny_model(), 8)
+    n_tokens = sum(sum(s.loss_mask) for s in samples)
+    odd = next(s for s in reversed(samples) if any(s.loss_mask))
+    odd.rollout_log_probs[next(t for t, trained in enumerate(odd.loss_mask) if trained)] -= 0.5
+    for size in (1, None):
+        trainer = await open_trainer(settings(lr=0.05, global_batch_size=size), checkpoint)
+        metrics = await trainer.step(0, samples)
+        assert metrics["train/n_optimizer_steps"] == (4 if size else 1)
+        assert metrics["train/rollout_logprob_abs_diff"] == pytest.approx(0.5, abs=1e-5)
+        assert metrics["train/rollout_logprob_abs_diff_mean"] == pytest.approx(0.5 / n_tokens, abs=1e-5)
+
+
+@pytest.mark.parametrize("n_bad", [1, 2])
+async def test_the_gap_to_rollout_is_infinite_where_a_logprob_is_not_a_number(checkpoint, monkeypatch, n_bad):
+    """Whether the rows with it are those of the first optimizer step (scored second) or of the other one."""
+    score, calls = Policy.score, []
+
+    def broken(self, batch, distribution):
+        calls.append(batch)
+        logprobs, entropy = score(self, batch, distribution)
+        return (logprobs * math.nan if len(calls) == n_bad else logprobs), entropy
+
+    monkeypatch.setattr(Policy, "score", broken)
+    trainer = await open_trainer(settings(global_batch_size=1), checkpoint)
+    metrics = await trainer.step(0, rollout(tiny_model(), 4))
+    assert len(calls) == 3
+    assert {name for name, value in metrics.items() if not math.isfinite(value)} == set(GAP_METRICS)
+    assert all(metrics[name] == math.inf for name in GAP_METRICS)
+    assert metrics["train/n_skipped_steps"] == n_bad - 1
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 async def test_a_token_with_advantage_gets_more_likely_and_one_with_negative_advantage_less(checkpoint, advantage):
     trainer = await open_trainer(settings(lr=3e-3), checkpoint)
@@ -387,11 +419,12 @@ async def test_a_cancel_between_two_optimizer_steps_undoes_the_first(checkpoint,
     trainer, fresh = await open_trainer(config, checkpoint), await open_trainer(config, checkpoint)
     first, second = rollout(tiny_model(), 6), rollout(tiny_model(), 6, seed=1)
     assert await trainer.step(0, first) == await fresh.step(0, first)
-    n_scored = cancel_at_score(2, monkeypatch, scope := trio.CancelScope())
+    n_measured = 2  # the rows of the second and third optimizer step are measured first
+    n_scored = cancel_at_score(n_measured + 2, monkeypatch, scope := trio.CancelScope())
     with scope:
         await trainer.step(1, second)
     assert scope.cancelled_caught
-    assert len(n_scored) == 2
+    assert len(n_scored) == n_measured + 2
     assert trainer.weight_version == "1"
     monkeypatch.undo()
     assert await trainer.step(1, second) == await fresh.step(1, second), "weights, moments and step count are back"
@@ -400,12 +433,13 @@ async def test_a_cancel_between_two_optimizer_steps_undoes_the_first(checkpoint,
 
 async def test_a_cancel_in_the_last_micro_batch_lets_the_phase_end(checkpoint, monkeypatch):
     trainer = await open_trainer(settings(micro_batch_size=2, global_batch_size=1), checkpoint)
-    n_scored = cancel_at_score(3, monkeypatch, scope := trio.CancelScope())
+    n_measured = 2
+    n_scored = cancel_at_score(n_measured + 3, monkeypatch, scope := trio.CancelScope())
     with scope:
         metrics = await trainer.step(0, rollout(tiny_model(), 6))
         await trio.lowlevel.checkpoint()
     assert scope.cancelled_caught
-    assert metrics["train/n_optimizer_steps"] == len(n_scored) == 3
+    assert metrics["train/n_optimizer_steps"] == len(n_scored) - n_measured == 3
     assert trainer.weight_version == "1"
 
 
@@ -508,7 +542,7 @@ async def test_a_phase_that_fails_halfway_is_undone_and_can_be_saved_and_tried_a
 
     def failing(self, batch, distribution):
         calls.append(batch)
-        if len(calls) == 2:
+        if len(calls) == 3:  # measured, first optimizer step, second one
             raise RuntimeError("out of memory")
         return score(self, batch, distribution)
 
@@ -523,10 +557,29 @@ async def test_a_phase_that_fails_halfway_is_undone_and_can_be_saved_and_tried_a
     assert await trainer.step(3, samples) == await fresh.step(3, samples)
 
 
+@pytest.mark.parametrize("size", [1, None])
+async def test_a_phase_that_fails_after_its_last_optimizer_step_is_undone_too(checkpoint, monkeypatch, size):
+    config = settings(global_batch_size=size)
+    trainer, fresh = await open_trainer(config, checkpoint), await open_trainer(config, checkpoint)
+    first, second = rollout(tiny_model(), 4), rollout(tiny_model(), 4, seed=1)
+    assert await trainer.step(0, first) == await fresh.step(0, first)
+
+    def failing(model):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("relax_trio.train.update.snapshot", failing)
+    with pytest.raises(TrainError, match="out of memory"):
+        await trainer.step(1, second)
+    monkeypatch.undo()
+    assert trainer.weight_version == "1"
+    assert await trainer.step(1, second) == await fresh.step(1, second)
+    assert same_tensors(trainer.weights(), fresh.weights()), "weights, moments and step count are back"
+
+
 async def test_a_checkpoint_that_lacks_a_tensor_is_refused_not_filled_with_noise(checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "hf")
     weights = load_file(tmp_path / "hf/model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 tensors of its model: model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks model\.norm\.weight"):
         await open_trainer(settings(), tmp_path / "hf")

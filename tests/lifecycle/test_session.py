@@ -19,6 +19,7 @@ from relax_trio.errors import (
 )
 from relax_trio.ids import GroupId, PlaceId
 from relax_trio.runtime.session import Completed, Failed, Session
+from relax_trio.sync.barrier import PresenceBarrier
 
 
 def make_session(shared, *, leased=True, **fields):
@@ -184,6 +185,58 @@ async def test_a_marked_retry_gets_the_reply_that_was_never_delivered(autojump_c
             assert session.submit(make_request(user("a"), digest=b"d", retry=True)) is first
             first.delivered()
             assert session.submit(make_request(user("a"), digest=b"d", retry=True)) is not first
+
+
+async def test_an_undelivered_reply_is_kept_until_something_builds_on_its_parent(autojump_clock):
+    backend = FakeBackend(lambda attempt: answer(f"say {len(backend.attempts)}"), tokens_per_s=1.0)
+    async with open_shared(backend=backend) as shared:
+        session = make_session(shared)
+        async with session.open():
+            lost = session.submit(make_request(user("a"), digest=b"d"))
+            await lost.wait_done()
+            lost.detach()
+            other = session.submit(make_request(user("a"), digest=b"other"))
+            await other.wait_done()
+            assert session.submit(make_request(user("a"), digest=b"d", retry=True)) is not lost
+
+
+async def test_a_reply_that_equals_a_delivered_one_is_still_kept(autojump_clock):
+    async with open_shared() as shared:
+        session = make_session(shared)
+        async with session.open():
+            received = session.submit(make_request(user("a"), digest=b"first"))
+            await received.wait_done()
+            received.delivered()
+            lost = session.submit(make_request(user("a"), digest=b"second"))
+            await lost.wait_done()
+            lost.detach()
+            assert lost.node is received.node
+            assert session.submit(make_request(user("a"), digest=b"second", retry=True)) is lost
+
+
+async def test_a_request_that_comes_after_the_end_is_discarded(autojump_clock):
+    """The front half may have found the Session before it ended, and read a long body meanwhile."""
+    barrier = PresenceBarrier(1)
+    async with open_shared() as shared:
+        session = make_session(shared, barrier=barrier)
+        async with session.open():
+            pass
+        with pytest.raises(SessionDiscarded):
+            session.submit(make_request(user("a")))
+    assert barrier.n_present == 0
+    assert session.calls == []
+
+
+async def test_an_export_error_ends_with_the_agents_last_words(autojump_clock):
+    async def agent(agent):
+        agent.print("ValueError: no such tool")
+
+    async with open_shared(agent) as shared:
+        result = await make_session(shared).run()
+
+    assert isinstance(result.error, NoCommittedResponse)
+    assert "session G0/0" in str(result.error)
+    assert "ValueError: no such tool" in str(result.error)
 
 
 async def test_requests_left_at_the_end_are_discarded(autojump_clock):

@@ -31,7 +31,6 @@ def make_loop(work, tmp_path, *, trainer=None, first_step=0, n_steps=3, save_int
         shared=work.shared,
         work=work,
         trainer=trainer or FakeTrainer(step_s=1.0),
-        rows=work.rows,
         evidence=Evidence.open(config, tmp_path, InlineCpuPool(), first_step),
         datasets=(EvalDataset(name="held", tasks=make_tasks(2), n_samples=1, concurrency=4),),
         eval_limits=LIMITS,
@@ -39,6 +38,10 @@ def make_loop(work, tmp_path, *, trainer=None, first_step=0, n_steps=3, save_int
         n_steps=n_steps,
         save_dir=tmp_path / "checkpoints",
     )
+
+
+def written(run_dir):
+    return read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
 
 
 async def test_steps_train_update_save_and_evaluate_in_their_order(autojump_clock, tmp_path):
@@ -81,6 +84,26 @@ async def test_a_stop_in_a_phase_saves_a_whole_step(autojump_clock, tmp_path):
             version = loop.trainer.weight_version
             await loop.save()
         assert [state["weight_version"] for _, state in loop.trainer.saves] == ([version] if version != "0" else [])
+        assert [step["rollout_id"] for step in written(tmp_path / str(stop_at))] == list(range(int(version)))
+
+
+async def test_a_resumed_run_repeats_no_evaluation_and_makes_up_the_missing_one(autojump_clock, tmp_path):
+    def evaluations():
+        return [json.loads(line)["n_steps"] for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+
+    async with open_work() as work:
+        loop = make_loop(work, tmp_path, n_steps=2, eval_interval=1)
+        with trio.move_on_after(15.0):  # the evaluation after step 2 stands open
+            await loop.run()
+    assert evaluations() == [0, 1]
+    assert [step["rollout_id"] for step in written(tmp_path)] == [0, 1]
+    async with open_work() as work:
+        await make_loop(work, tmp_path, n_steps=2, first_step=2, eval_interval=1).run()
+    assert evaluations() == [0, 1, 2]
+    async with open_work() as work:
+        await make_loop(work, tmp_path, n_steps=2, first_step=1, eval_interval=1).run()
+    assert evaluations() == [0, 1, 2]
+    assert [step["rollout_id"] for step in written(tmp_path)] == [0, 1]
 
 
 async def test_a_training_failure_keeps_what_was_complete(autojump_clock, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections import Counter
 from types import SimpleNamespace
 
@@ -24,6 +26,7 @@ from hypothesis import strategies as st
 from relax_trio.agent.fake import AgentExit, FakeAgentLauncher
 from relax_trio.backend.fake import FakeBackend
 from relax_trio.config.tree import RewardConfig
+from relax_trio.data.rows import RowStream
 from relax_trio.errors import BackendUnavailable, CreditError, RunFailed
 from relax_trio.ids import GroupId
 from relax_trio.reward.reward import RewardScorer
@@ -31,6 +34,9 @@ from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.runtime.group import Dropped, Group
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.sync.gate import Gate
+
+SOAK = int(os.environ.get("SOAK", "1"))
+"""How many times the usual number of examples a property gets; `tools/nightly` raises it."""
 
 
 def names(events, *wanted):
@@ -267,28 +273,68 @@ async def test_evaluation_rolls_out_singletons_within_its_concurrency(autojump_c
     assert result.seconds == 9.0  # six Sessions of 3 s, two at a time
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.random_module(), st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 30), max_size=8))
-def test_rows_are_conserved_under_any_schedule(order, batch, concurrency, failing):
-    """Whatever fails and however tasks interleave (`order` seeds Trio's scheduler), no row and no permit is lost."""
+@settings(max_examples=25 * SOAK, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.random_module(),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 30), max_size=8),
+    st.sets(st.integers(0, 15), max_size=1),
+)
+def test_rows_are_conserved_under_any_schedule(order, batch, concurrency, failing, doomed):
+    """Whatever fails and however tasks interleave (`order` seeds Trio's scheduler), no row and no permit is lost.
+
+    Groups with the numbers `failing` fail, and every Group of a row in `doomed`.
+    """
 
     async def agent(agent):
-        await trio.sleep(hash(agent.spec.place) % 7)
+        await trio.sleep(zlib.crc32(agent.spec.place.encode()) % 7)
         await agent.client.chat(agent, user("a"))
-        if int(agent.spec.group[1:]) in failing:
+        if int(agent.spec.group[1:]) in failing or agent.session_input["metadata"]["row"] in doomed:
             raise AgentExit(1)
         agent.write_output({"reward": 1.0})
 
     async def main():
         fields = {"rollout_batch_size": batch, "n_samples_per_prompt": 2, "agentic_concurrency": concurrency}
+        # So much work at once that the failures never count as a run in which everything fails.
         async with open_work(
-            agent, n_rows=16, over_sampling_batch_size=batch + 2, max_row_failures=9, **fields
+            agent, n_rows=16, over_sampling_batch_size=batch + 9, max_row_failures=3, **fields
         ) as work:
-            trained = 0
+            trained = Counter()
             for step in range(3):
                 result = await work.run_step(step)
                 assert len(result.groups) == batch
-                trained += len(result.groups)
-            assert work.rows.n_taken == trained + work.rows.n_given_back + len(work.rows.set_aside_rows)
+                trained += Counter(group.samples[0].row for group in result.groups)
+            check_conserved(work.rows, trained)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def check_conserved(rows, trained):
+    """Trained rows and those still to come up to the end of the epoch: each row as often as there were epochs.
+
+    A row that was set aside came no more often than that, and doesn't come again.
+    """
+    n_epochs = rows.epoch + 1
+    set_aside = {int(row.source.rpartition(":")[2]) - 1 for row in rows.set_aside_rows}
+    kept = [row for row in range(len(rows.rows)) if row not in set_aside]
+    assert all(trained[row] < n_epochs for row in set_aside)
+    n_to_come = n_epochs * len(kept) - sum(trained[row] for row in kept)
+    to_come = Counter(rows.take().row for _ in range(n_to_come))
+    assert {row: trained[row] + to_come[row] for row in to_come | trained if row not in set_aside} == dict.fromkeys(
+        kept, n_epochs
+    )
+    assert not set_aside & to_come.keys()
+
+
+def test_the_check_of_conservation_finds_a_lost_a_doubled_and_an_invented_row():
+    def stream():
+        rows = RowStream(rows=make_tasks(4), seed=1, shuffle=False)
+        taken = [rows.take() for _ in range(3)]
+        rows.give_back(taken[1])
+        return rows
+
+    check_conserved(stream(), Counter([0, 2]))
+    for wrong in ([0], [0, 1, 2], [0, 2, 2], [0, 3]):
+        with pytest.raises(AssertionError):
+            check_conserved(stream(), Counter(wrong))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import pytest
 from builders_checkpoint import save_tiny_checkpoint
 from builders_commands import command, run, running, wait_until, write_rows
-from builders_process import alive, new_tag
+from builders_process import alive, new_tag, status_of
 
 pytestmark = pytest.mark.process
 
@@ -21,6 +22,10 @@ def checkpoint(tmp_path_factory):
 def metrics(out):
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def alive_parent(pid):
+    return int(status_of(pid).get("PPid", 0))
 
 
 def hanging(tag, hang_from):
@@ -133,3 +138,31 @@ def test_sigterm_while_starting_ends_at_once(checkpoint, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) in (143, -signal.SIGTERM)
     assert not list(temp.iterdir())
+
+
+def test_a_dead_service_costs_no_trained_step(checkpoint, tmp_path):
+    """SIGKILL of the warden: the run fails, its agents are gone, and the last complete step is saved."""
+    tag, data, log, out = new_tag(), write_rows(tmp_path / "d.jsonl", 8), tmp_path / "log", tmp_path / "run"
+    words = command("train", checkpoint, data, out, *hanging(tag, 4), tag=tag)
+    with running(words, temp=tmp_path / "tmp", log=log) as process:
+        wait_until(lambda: len(metrics(out)) == 2 and len(alive(f"{tag}-child")) == 4, within_s=90, log=log)
+        (warden,) = [pid for pid in alive("warden/__main__.py") if alive_parent(pid) == process.pid]
+        os.kill(warden, signal.SIGKILL)
+        assert process.wait(timeout=60) == 1
+        wait_until(lambda: not alive(tag), within_s=10, log=log)
+    assert "the warden" in log.read_text()
+    assert (out / "checkpoints" / "step_000002" / "state.json").is_file()
+
+
+def test_another_runs_directory_is_never_taken(checkpoint, tmp_path):
+    data = write_rows(tmp_path / "d.jsonl", 4)
+    first, second = tmp_path / "first", tmp_path / "second"
+    for out in (first, second):
+        done = run(command("train", checkpoint, data, out, "--num-rollout", "1"))
+        assert done.returncode == 0, done.stderr
+    before = (second / "metrics.jsonl").read_text()
+    done = run(command("train", checkpoint, data, second, "--num-rollout", "2", "--load", str(first / "checkpoints")))
+
+    assert done.returncode == 64
+    assert "is not empty" in done.stderr
+    assert (second / "metrics.jsonl").read_text() == before

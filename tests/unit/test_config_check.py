@@ -159,7 +159,13 @@ def test_what_can_be_run_is_not_refused(runnable, flags):
 
 
 def test_rollout_does_not_look_at_the_training_flags(runnable):
-    assert warnings([*runnable, "--global-batch-size", "7", "--load", "none"], "rollout") == ()
+    assert warnings([*runnable, "--global-batch-size", "7"], "rollout") == ()
+
+
+@pytest.mark.parametrize("command", ["rollout", "serve"])
+def test_only_training_goes_on_from_a_checkpoint(runnable, command, tmp_path):
+    with pytest.raises(ConfigError, match="only training goes on"):
+        warnings([*runnable, "--load", str(tmp_path)], command)
 
 
 def test_a_directory_that_may_not_be_written_is_refused(runnable, monkeypatch):

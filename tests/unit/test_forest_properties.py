@@ -7,6 +7,7 @@ code with the package.
 
 from __future__ import annotations
 
+import os
 from array import array
 
 import pytest
@@ -22,6 +23,9 @@ from relax_trio.forest.export import export_contexts, shared_trained_tokens
 from relax_trio.forest.forest import Match, SessionForest
 from relax_trio.forest.lineage import assemble
 from relax_trio.forest.node import Node
+
+SOAK = int(os.environ.get("SOAK", "1"))
+"""How many times the usual number of examples a property gets; `tools/nightly` raises it."""
 
 NEW = [user("a"), user("b"), system("s"), result("1"), result("")]
 REPLIES = [
@@ -211,7 +215,7 @@ def play(forest: SessionForest, reference: Reference, script: list[Operation]) -
 
 
 @pytest.mark.parametrize("unechoed", ["restore", "fork"])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250 * SOAK, deadline=None)
 @given(script=operations)
 def test_random_trees_match_as_the_reference_does_and_export_what_was_sent_and_returned(unechoed, script):
     forest, reference = SessionForest(unechoed_reasoning=unechoed), Reference(unechoed)

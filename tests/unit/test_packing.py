@@ -18,7 +18,7 @@ from relax_trio.train.advantage import token_advantages
 from relax_trio.train.packing import micro_batches, row_order, row_weights, split_optimizer_batches
 
 
-def make_sample(mask, *, prompt_len=2, index=0, group_index=0, advantage=1.0, first_id=1, logprob=-0.5):
+def make_sample(mask, *, prompt_len=2, index=0, group_index=0, row=0, advantage=1.0, first_id=1, logprob=-0.5):
     n = len(mask)
     return Sample(
         prompt="",
@@ -37,7 +37,7 @@ def make_sample(mask, *, prompt_len=2, index=0, group_index=0, advantage=1.0, fi
         place=PlaceId(f"G{group_index}/{index}"),
         group=GroupId(f"G{group_index}"),
         name=None,
-        row=0,
+        row=row,
         messages=(),
         turn_lens=(),
         advantage=advantage,
@@ -127,7 +127,22 @@ def test_optimizer_batches_keep_the_contexts_of_a_session_together():
     assert split_optimizer_batches([], None) == []
 
 
-def test_row_order_is_that_of_groups_and_sessions_and_keeps_contexts_in_export_order():
+def test_row_order_does_not_depend_on_which_group_failed_first_and_took_its_row_again():
+    def step(group_of_row):
+        return [
+            make_sample([1], row=row, group_index=group, index=2 * group + place, advantage=float(place))
+            for row, group in group_of_row.items()
+            for place in (0, 1)
+        ]
+
+    orders = [
+        [(s.row, s.advantage) for s in row_order(step(group_of_row))]
+        for group_of_row in ({2: 2, 0: 3, 1: 4}, {2: 2, 1: 3, 0: 4})
+    ]
+    assert orders[0] == orders[1] == [(row, place) for row in (0, 1, 2) for place in (0.0, 1.0)]
+
+
+def test_row_order_tells_groups_of_one_row_apart_by_number_and_keeps_contexts_in_export_order():
     a, b = make_sample([1], group_index=0, index=1, advantage=1.0), make_sample([1], group_index=0, index=1)
     c, d = make_sample([1], group_index=1, index=2), make_sample([1], group_index=0, index=0)
     assert row_order([c, a, b, d]) == [d, a, b, c]

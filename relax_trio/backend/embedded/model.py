@@ -6,21 +6,19 @@ Not covered: which rows a pass covers (engine.py) and what is drawn from its log
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers.cache_utils import DynamicCache
 
 from relax_trio.backend.base import WeightSource
+from relax_trio.backend.checkpoint import LOAD_ERRORS, load_causal_lm, require_config, some_names
 from relax_trio.backend.embedded.kv import KvSpec, KvStore
 from relax_trio.errors import ConfigError, WeightSyncError, boundary
 
-_LOAD_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -37,8 +35,8 @@ class ModelInfo:
     """
 
     def __init__(self, path: Path) -> None:
-        _require_config(path)
-        with boundary(ConfigError, f"{path}: reading config.json", *_LOAD_ERRORS):
+        require_config(path)
+        with boundary(ConfigError, f"{path}: reading config.json", *LOAD_ERRORS):
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         self.path = path
         self.text_config: Any = config.get_text_config()
@@ -61,7 +59,7 @@ class CausalModel:
     def __init__(self, info: ModelInfo, *, dtype: torch.dtype, device: torch.device) -> None:
         self.info = info
         self.device = device
-        self._module = _load(info.path, dtype).to(device).eval().requires_grad_(False)
+        self._module = load_causal_lm(info.path, dtype).to(device).eval().requires_grad_(False)
         parameters = inspect.signature(self._module.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keep_last: dict[str, int] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -110,9 +108,9 @@ class CausalModel:
             tensors = source.tensors
         elif source.path is not None:
             try:
-                tensors = _load(source.path, self.spec.dtype).state_dict()
+                tensors = load_causal_lm(source.path, self.spec.dtype).state_dict()
             except ConfigError as exc:
-                raise WeightSyncError(f"weights of {exc}") from exc
+                raise WeightSyncError(f"new weights can't be read: {exc}") from exc
         else:
             raise WeightSyncError("a weight source needs tensors or a path; this one has neither")
         own: dict[str, torch.Tensor] = self._module.state_dict()
@@ -156,11 +154,6 @@ class CausalModel:
         )
 
 
-def _require_config(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path}: no config.json; give a Hugging Face checkpoint directory")
-
-
 def _check(own: Mapping[str, torch.Tensor], needed: set[str], new: Mapping[str, torch.Tensor]) -> None:
     """Refuse `new` unless it covers every parameter, under at least one of its names, and nothing else.
 
@@ -170,11 +163,11 @@ def _check(own: Mapping[str, torch.Tensor], needed: set[str], new: Mapping[str, 
     """
     unknown = sorted(new.keys() - own.keys())
     if unknown:
-        raise WeightSyncError(f"unknown tensors: {_names(unknown)}")
+        raise WeightSyncError(f"unknown tensors: {some_names(unknown)}")
     given = {own[name].data_ptr() for name in new}
     missing = sorted(name for name in needed if own[name].data_ptr() not in given)
     if missing:
-        raise WeightSyncError(f"missing tensors: {_names(missing)}")
+        raise WeightSyncError(f"missing tensors: {some_names(missing)}")
     first: dict[int, str] = {}
     for name, tensor in new.items():
         if tensor.shape != own[name].shape:
@@ -184,40 +177,3 @@ def _check(own: Mapping[str, torch.Tensor], needed: set[str], new: Mapping[str, 
         twin = first.setdefault(own[name].data_ptr(), name)
         if twin != name and not (new[twin] is tensor or torch.equal(new[twin], tensor)):
             raise WeightSyncError(f"{twin} and {name} are one tensor in this model but differ in the new weights")
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
-
-
-def _load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Load a checkpoint completely: what transformers would fill with random numbers is an error.
-
-    Raises:
-      ConfigError: unreadable, or tensors are missing or misshapen.
-    """
-    _require_config(path)
-    with boundary(ConfigError, f"{path}: loading the checkpoint", *_LOAD_ERRORS), _quiet():
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    module: torch.nn.Module
-    module, info = loaded
-    lacking = sorted({*map(str, info["missing_keys"]), *(str(item[0]) for item in info["mismatched_keys"])})
-    if lacking:
-        raise ConfigError(f"{path}: the checkpoint lacks {_names(lacking)}")
-    return module
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back transformers' progress bars: the terminal belongs to the run."""
-    log: Any = transformers.utils.logging
-    enabled = log.is_progress_bar_enabled()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            log.enable_progress_bar()
