@@ -84,7 +84,10 @@ def run_evidence(run_dir: Path) -> Callable[[], AbstractContextManager[None]]:
 
 def finish(summary: RunSummary) -> int:
     """Say how the run ended; its exit status."""
-    print(f"{summary.n_steps} steps are complete; the run directory is {summary.run_dir}", file=sys.stderr)
+    from relax_trio.loop.start import say
+
+    steps = "1 step is" if summary.n_steps == 1 else f"{summary.n_steps} steps are"
+    say(f"{steps} complete; the run directory is {summary.run_dir}")
     if summary.checkpoint is not None:
-        print(f"checkpoint: {summary.checkpoint}  (go on with --load {summary.checkpoint.parent})", file=sys.stderr)
+        say(f"checkpoint: {summary.checkpoint}  (go on with --load {summary.checkpoint.parent})")
     return 0 if summary.stopped_by is None else 128 + summary.stopped_by

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--answers {own.answers}: no such file")
     if own.forest_out is not None:
         with boundary(ConfigError, f"--forest-out {own.forest_out} can't be written", OSError):
-            own.forest_out.touch()
+            own.forest_out.open("a").close()
     warn(check_config(config, command="serve", origins=resolved.origins, scripted=own.answers is not None))
     from relax_trio.loop.serve import serve
     from relax_trio.loop.start import run_command

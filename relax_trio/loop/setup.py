@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -18,7 +19,7 @@ from relax_trio.config.tree import Config
 from relax_trio.data.dataset import Dataset, load_dataset
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.rows import RowStream
-from relax_trio.errors import ConfigError
+from relax_trio.errors import ConfigError, boundary
 from relax_trio.ids import WeightVersion
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset
@@ -91,6 +92,17 @@ def find_resume(config: Config) -> Resume | None:
 def _row_failures(pairs: JsonValue) -> dict[int, int]:
     found = pairs if isinstance(pairs, list) else []
     return {int(str(pair[0])): int(str(pair[1])) for pair in found if isinstance(pair, list) and len(pair) == 2}
+
+
+def make_save_dir(directory: Path) -> None:
+    """Make the directory of checkpoints and write into it once: hours later would be too late to find out.
+
+    Raises:
+      ConfigError: it can't be made or written to.
+    """
+    with boundary(ConfigError, f"--save {directory} can't be written to", OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
 
 
 def load_codec(config: Config, checkpoint: Path) -> ChatCodec:

@@ -156,6 +156,7 @@ async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> 
     Cancellation: as on the first Ctrl-C; the last checkpoint is bounded.
     """
     setup.seed_globals(config.train.seed)
+    setup.make_save_dir(config.train.save or run_dir / CHECKPOINTS_DIR)
     resume = setup.find_resume(config)
     dataset = setup.train_dataset(config)
     datasets = setup.eval_datasets(config)

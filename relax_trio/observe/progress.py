@@ -122,4 +122,7 @@ class _PlainLines:
         )
         if line != self._shown:
             self._shown = line
-            print(line, file=self._stream, flush=True)
+            try:
+                print(line, file=self._stream, flush=True)
+            except OSError:
+                pass  # nobody reads along any more; the run goes on

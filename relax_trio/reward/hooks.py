@@ -133,7 +133,7 @@ def _foreign(hook: Hook, place: str) -> Iterator[None]:
     """Everything that the hook raises becomes one RewardError."""
     try:
         yield
-    except Exception as exc:  # code of the user: it may raise anything, and all of it is a failure of the hook
+    except (Exception, SystemExit) as exc:  # code of the user: it may raise anything; all of it is the hook's failure
         raise RewardError(_story(hook, place, exc)) from exc
 
 
@@ -144,7 +144,7 @@ def _too_slow(hook: Hook, place: str, limit_s: float) -> RewardError:
     )
 
 
-def _story(hook: Hook, place: str, exc: Exception) -> str:
+def _story(hook: Hook, place: str, exc: BaseException) -> str:
     """Name hook, place and exception; then the advice where one is known; then the hook's own frames."""
     lines = [f"session {place}: {hook.flag} {hook.path} raised {type(exc).__name__}: {str(exc)[:MAX_SUMMARY_CHARS]}"]
     if any(sign in str(exc) for sign in _ASYNCIO_SIGNS):
@@ -155,7 +155,7 @@ def _story(hook: Hook, place: str, exc: Exception) -> str:
     return "\n".join([*lines, _own_traceback(exc)])
 
 
-def _own_traceback(exc: Exception) -> str:
+def _own_traceback(exc: BaseException) -> str:
     """The traceback without the frames of our calling code, of Trio and of what lies between them and the hook."""
     told = traceback.TracebackException.from_exception(exc)
     rooms = [Path(module.__file__ or "").parent for module in (relax_trio.reward, relax_trio.sync, trio, outcome)]

@@ -13,6 +13,7 @@ from relax_trio.data.request import CanonicalRequest, Completion
 from relax_trio.errors import ProtocolError
 from relax_trio.forest.node import Node
 from relax_trio.ids import RequestId, Rid
+from relax_trio.sync.gate import Gate
 
 Result = outcome.Value[Completion] | outcome.Error
 
@@ -63,6 +64,7 @@ class Call:
     attempts: list[AttemptRecord] = field(factory=list)
     waiting_for: str = "lease"
     _n_holds: int = 1
+    _let_go: Gate = field(factory=lambda: Gate(shut="a front half holds the call"))
     _result: Result | None = None
 
     @property
@@ -109,20 +111,30 @@ class Call:
     def attach(self) -> None:
         """One more front half holds the call: the grace ends, if it has not run out."""
         self._n_holds += 1
+        self._let_go.shut("a front half holds the call again")
         self.scope.deadline = math.inf
 
     def detach(self) -> None:
         """A client left before its last byte; when nobody holds the call any more, its grace begins."""
-        self._n_holds -= 1
+        self._release()
         if not self._n_holds and not self.done.is_set():
             self.scope.deadline = trio.current_time() + self.grace_s
 
     def delivered(self) -> None:
         """The last byte of the reply went to the transport and no disconnect had been seen."""
-        self._n_holds -= 1
+        self._release()
         self.is_delivered = True
         if self.node is not None:
             self.node.delivered = True
+
+    async def wait_let_go(self) -> None:
+        """Wait until every front half has delivered its reply or lost its client. Cancellation: safe."""
+        await self._let_go.wait_open()
+
+    def _release(self) -> None:
+        self._n_holds -= 1
+        if not self._n_holds:
+            self._let_go.open()
 
     def to_json(self) -> JsonObject:
         """Plain form for `/debug_state` and dumps."""

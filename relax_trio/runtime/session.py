@@ -46,6 +46,9 @@ from relax_trio.sync.cleanup import cleanup_scope
 CLOSE_SESSION_S = 2.0
 """Bound of telling the backend that a Session ended."""
 
+SETTLE_S = 5.0
+"""How long the fate of a written reply may stay unknown once its agent is gone."""
+
 SessionFailure: TypeAlias = AgentError | ExportError | BackendError
 
 
@@ -204,6 +207,7 @@ class Session:
                     tail=agent.log_tail(),
                 )
             output = await agent.read_output()
+            await self._wait_replies_settled()
             contexts = export_contexts(self.forest, output, dedup_shared_turns=self.shared.dedup_shared_turns)
             self._n_shared_tokens = shared_trained_tokens(contexts)
             return contexts
@@ -219,6 +223,18 @@ class Session:
             if self._failure is not None:
                 agent.mark_failed()
             raise
+
+    async def _wait_replies_settled(self) -> None:
+        """Wait until it is known of every answered request whether its reply was delivered.
+
+        An agent may read its last byte, exit, and be reaped before the task that wrote the byte runs again.
+        """
+        with trio.move_on_after(SETTLE_S) as scope:
+            for call in self.calls:
+                if call.done.is_set():
+                    await call.wait_let_go()
+        if scope.cancelled_caught:
+            emit("reply.unsettled", place=self.place, seconds=SETTLE_S)
 
     # --- called by front halves and by requests ---------------------------------------------------------------
 

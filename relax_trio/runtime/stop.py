@@ -35,8 +35,8 @@ class Killer(Protocol):
 class Stop:
     """The scopes of a run and the signal that ended it.
 
-    The first SIGINT or SIGTERM cancels the work; what stands behind it (the last checkpoint, the services' own end)
-    goes on. Before the work has begun it cancels the whole run. The second signal kills every process and exits.
+    The first SIGINT, SIGTERM or SIGHUP cancels the work; what stands behind it (the last checkpoint, the services' own
+    end) goes on. Before the work has begun it cancels the whole run. The second signal kills every process and exits.
 
     Attributes:
       stopped_by: the first signal, None while none came.
@@ -66,7 +66,7 @@ class Stop:
 
     async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Receive signals until cancelled; `started()` once they are received."""
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
             task_status.started()
             async for number in received:
                 if self.stopped_by is None:

@@ -231,7 +231,7 @@ class Work:
         if failure.is_agents_fault:
             self.row_failures[row] += 1
         if self.row_failures[row] >= self.config.max_row_failures:
-            self.rows.set_aside(group.task, f"{failure.place}: {failure.error}")
+            self.rows.set_aside(group.task, str(failure.error).splitlines()[0])
             emit("row.set_aside", source=group.task.source, failures=self.row_failures[row])
         else:
             self.rows.give_back(group.task)
@@ -240,8 +240,8 @@ class Work:
         if self._failures_in_a_row >= limit:
             step.fail(
                 RunFailed(
-                    f"{self._failures_in_a_row} Groups in a row failed and none completed; the last failure, of "
-                    f"session {failure.place}: {failure.error}"
+                    f"{self._failures_in_a_row} Groups in a row failed and none completed; the last failure: "
+                    f"{failure.error}"
                 )
             )
 

@@ -303,7 +303,7 @@ async def _send_orders(orders: trio.MemoryReceiveChannel[Order], stream: trio.So
         async with orders:
             async for order in orders:
                 await stream.send_all(pack(order))
-    except trio.BrokenResourceError:
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
         pass  # the warden is gone or hurried; the reader notices
 
 

@@ -273,3 +273,28 @@ async def test_an_engine_failure_ends_the_session_as_the_engines(autojump_clock)
 
     assert isinstance(result, Failed)
     assert isinstance(result.error, BackendUnavailable)
+
+
+@pytest.mark.parametrize("how", ["delivered", "detach"])
+async def test_the_export_waits_for_the_fate_of_the_last_reply(autojump_clock, how):
+    """The agent may be reaped before the task that wrote its last byte runs again."""
+    last = []
+
+    async def agent(agent):
+        first = await agent.client.chat(agent, user("hi"))
+        call = agent.client.submit(agent, make_request(user("hi"), first, user("more")))
+        await call.wait_done()
+        last.append(call)
+        agent.write_output({"reward": 1.0})
+
+    async with open_shared(agent) as shared, trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def finish_writing():
+            await trio.sleep(7)
+            getattr(last[0], how)()
+
+        result = await make_session(shared).run()
+
+    assert trio.current_time() == 7.0
+    assert len(result.contexts[0].turn_lens) == (2 if how == "delivered" else 1)
