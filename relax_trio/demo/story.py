@@ -103,16 +103,17 @@ def tell_ending(run_dir: Path, story: Story, checkpoint: Path | None, out: TextI
     print("\n" + draw_curve_text(rewards, title="Mean reward of each step", width=width), file=out)
     curve = run_dir / CURVE_FILE
     draw_curve_png(curve, rewards, title="relax-trio demo: mean reward of each step")
-    gaps = [gap for record in records if (gap := _number(record, "train/rollout_logprob_abs_diff")) is not None]
+    gaps = [_number(record, "train/rollout_logprob_abs_diff") for record in records]
+    finite = [gap for gap in gaps if gap is not None]
     known = [reward for reward in rewards if reward is not None]
     if known:
         print(f"\nMean reward of a step: {known[0]:.2f} at first, {known[-1]:.2f} at last.", file=out)
     if len(story.evals) > 1:
         print(f"Held-out, greedy: {story.evals[0]:.2f} before, {story.evals[-1]:.2f} after.", file=out)
-    if gaps:
+    if finite and len(finite) == len(gaps):
         print(
             f"The trainer computed the logprob of every trained token anew; it differed from the engine's by at most "
-            f"{max(gaps):.1e}.",
+            f"{max(finite):.1e}.",
             file=out,
         )
     print(f"\nRun directory: {run_dir}", file=out)

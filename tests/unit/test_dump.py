@@ -147,6 +147,9 @@ def test_facts_are_made_from_what_the_runtime_remembers_and_from_the_sessions_ro
         seconds=4.0,
         n_requests=2,
         n_attempts=3,
+        n_restored=0,
+        n_shared_tokens=0,
+        flags={},
         requests=(
             {"id": "r1", "attempts": [{"finish": "abort"}, {"finish": "stop"}]},
             {"id": "r2", "attempts": [{"finish": None}]},
