@@ -20,7 +20,7 @@ from relax_trio.data.sample import Sample, VersionSpan
 from relax_trio.errors import ConfigError, EngineFault, RunFailed, boundary
 from relax_trio.ids import PlaceId, WeightVersion
 from relax_trio.observe.sample_json import sample_from_json, sample_to_json
-from relax_trio.runtime.session import SessionReport
+from relax_trio.runtime.outcome import SessionReport
 
 FORMAT = 1
 _FIELD = "{rollout_id}"

@@ -10,7 +10,8 @@ from attrs import define, field, frozen
 from relax_trio.data.task import TaskInput
 from relax_trio.events import emit
 from relax_trio.ids import GroupId, place_id
-from relax_trio.runtime.session import Completed, Failed, Session
+from relax_trio.runtime.outcome import Completed, Failed
+from relax_trio.runtime.session import Session
 from relax_trio.runtime.shared import Mode, Shared, TurnLimits
 from relax_trio.sync.barrier import PresenceBarrier
 from relax_trio.sync.gate import Gate

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeAlias
 
 import outcome
 import trio
-from attrs import define, field, frozen
+from attrs import define, field
 
 from relax_trio.agent.base import AgentHandle, AgentSpec
 from relax_trio.data.json import JsonObject
@@ -22,7 +21,6 @@ from relax_trio.data.sample import Context
 from relax_trio.data.task import TaskInput
 from relax_trio.errors import (
     AgentError,
-    AgentLaunchError,
     AgentTimeout,
     BackendError,
     EngineUnavailable,
@@ -37,6 +35,7 @@ from relax_trio.forest.forest import SessionForest
 from relax_trio.forest.view import forest_json
 from relax_trio.ids import Credential, GroupId, PlaceId, RequestId, StateHash, new_credential
 from relax_trio.runtime.call import Call, Result
+from relax_trio.runtime.outcome import Completed, Failed, SessionOutcome, SessionReport
 from relax_trio.runtime.request import run_request
 from relax_trio.runtime.shared import Mode, Shared, TurnLimits
 from relax_trio.sync.barrier import PresenceBarrier
@@ -48,54 +47,6 @@ CLOSE_SESSION_S = 2.0
 
 SETTLE_S = 5.0
 """How long the fate of a written reply may stay unknown once its agent is gone."""
-
-SessionFailure: TypeAlias = AgentError | ExportError | BackendError
-
-
-@frozen(kw_only=True)
-class SessionReport:
-    """What is remembered of an ended Session for metrics and dumps; plain values only.
-
-    Attributes:
-      n_restored: responses that came back without their reasoning and were recognized.
-      n_shared_tokens: generated tokens that stand in more than one of its contexts.
-      flags: turns by what was unusual about them, see `ParsedTurn.flags`.
-    """
-
-    place: PlaceId
-    seconds: float
-    n_requests: int
-    n_attempts: int
-    n_restored: int
-    n_shared_tokens: int
-    flags: dict[str, int]
-    requests: tuple[JsonObject, ...]
-    state_hashes: tuple[str, ...]
-
-
-@frozen(kw_only=True)
-class Completed:
-    """The agent finished and its contexts were exported."""
-
-    contexts: tuple[Context, ...]
-    report: SessionReport
-
-
-@frozen(kw_only=True)
-class Failed:
-    """The Session failed; `error` says why and whose fault it was."""
-
-    place: PlaceId
-    error: SessionFailure
-    report: SessionReport
-
-    @property
-    def is_agents_fault(self) -> bool:
-        """Whether another try with the same agent and row is likely to end the same way."""
-        return not isinstance(self.error, AgentLaunchError | BackendError)
-
-
-SessionOutcome: TypeAlias = Completed | Failed
 
 
 @define(eq=False, kw_only=True)

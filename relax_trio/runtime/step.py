@@ -8,7 +8,7 @@ from attrs import define, field, frozen
 from relax_trio.data.sample import Sample
 from relax_trio.errors import RelaxTrioError
 from relax_trio.ids import GroupId
-from relax_trio.runtime.session import SessionReport
+from relax_trio.runtime.outcome import SessionReport
 
 
 @frozen(kw_only=True)

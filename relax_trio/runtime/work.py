@@ -20,8 +20,8 @@ from relax_trio.ids import group_id
 from relax_trio.reward.credit import assign_credit
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.group import Complete, Dropped, Group
+from relax_trio.runtime.outcome import Failed
 from relax_trio.runtime.samples import build_samples
-from relax_trio.runtime.session import Failed
 from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.step import ScoredGroup, Step, StepResult
 from relax_trio.sync.gate import Gate

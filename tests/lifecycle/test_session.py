@@ -18,7 +18,8 @@ from relax_trio.errors import (
     SessionDiscarded,
 )
 from relax_trio.ids import GroupId, PlaceId
-from relax_trio.runtime.session import Completed, Failed, Session
+from relax_trio.runtime.outcome import Completed, Failed
+from relax_trio.runtime.session import Session
 from relax_trio.sync.barrier import PresenceBarrier
 
 

@@ -23,7 +23,7 @@ from relax_trio.observe.dump import (
     write_rollout_dump,
 )
 from relax_trio.observe.sample_json import message_from_json, message_to_json, sample_from_json, sample_to_json
-from relax_trio.runtime.session import SessionReport
+from relax_trio.runtime.outcome import SessionReport
 from relax_trio.testing.sample import make_sample
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
