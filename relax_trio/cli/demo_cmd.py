@@ -43,6 +43,7 @@ def run(argv: Sequence[str]) -> int:
         resolved = evolve(resolved, config=evolve(resolved.config, rollout=rollout))
     warn(check_config(_without_due_data(resolved.config), command="demo", origins=resolved.origins))
     from relax_trio.demo.story import Story, tell_ending, tell_opening, tell_warm_start
+    from relax_trio.loop.setup import load_data
     from relax_trio.loop.start import run_command
     from relax_trio.loop.train import train
 
@@ -54,9 +55,12 @@ def run(argv: Sequence[str]) -> int:
     resolved = _with_data(resolved, run_dir)
     write_config(resolved, run_dir)
     config = resolved.config
+    data = load_data(config)
     assert config.rollout.num_rollout is not None, "the demo has a number of steps"
     story = Story(config.rollout.num_rollout)
-    summary = run_command(lambda stop: train(config, checkpoint, run_dir, stop), lambda: _evidence(run_dir, story))
+    summary = run_command(
+        lambda stop: train(config, data, checkpoint, run_dir, stop), lambda: _evidence(run_dir, story)
+    )
     if summary.n_steps:
         tell_ending(run_dir, story, summary.checkpoint)
     return 0 if summary.stopped_by is None else 128 + summary.stopped_by

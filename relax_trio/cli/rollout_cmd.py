@@ -21,9 +21,11 @@ def run(argv: Sequence[str]) -> int:
     config = resolved.config
     warn(check_config(config, command="rollout", origins=resolved.origins))
     from relax_trio.loop.rollout import rollout
+    from relax_trio.loop.setup import load_data
     from relax_trio.loop.start import run_command
     from relax_trio.observe.rundir import ROLLOUT_DIR
 
+    data = load_data(config)
     assert config.backend.hf_checkpoint is not None, "checked"
     checkpoint = find_checkpoint(config.backend.hf_checkpoint)
     run_dir = open_run(resolved)
@@ -31,4 +33,4 @@ def run(argv: Sequence[str]) -> int:
     if config.output.save_debug_rollout_data is None:
         template = str(run_dir / ROLLOUT_DIR / "{rollout_id}.jsonl")
         config = evolve(config, output=evolve(config.output, save_debug_rollout_data=template))
-    return finish(run_command(lambda stop: rollout(config, checkpoint, run_dir, stop), run_evidence(run_dir)))
+    return finish(run_command(lambda stop: rollout(config, data, checkpoint, run_dir, stop), run_evidence(run_dir)))

@@ -18,11 +18,13 @@ def run(argv: Sequence[str]) -> int:
     resolved = parse_config(argv)
     config = resolved.config
     warn(check_config(config, command="train", origins=resolved.origins))
+    from relax_trio.loop.setup import load_data
     from relax_trio.loop.start import run_command
     from relax_trio.loop.train import train
 
+    data = load_data(config)
     assert config.backend.hf_checkpoint is not None, "checked"
     checkpoint = find_checkpoint(config.backend.hf_checkpoint)
     run_dir = open_run(resolved)
     write_config(resolved, run_dir)
-    return finish(run_command(lambda stop: train(config, checkpoint, run_dir, stop), run_evidence(run_dir)))
+    return finish(run_command(lambda stop: train(config, data, checkpoint, run_dir, stop), run_evidence(run_dir)))

@@ -9,6 +9,7 @@ from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
 from relax_trio.loop.evidence import Evidence
+from relax_trio.loop.setup import RunData
 from relax_trio.loop.start import tell_operator
 from relax_trio.loop.train import RunSummary
 from relax_trio.runtime.engine import open_engine
@@ -17,18 +18,17 @@ from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import ThreadCpuPool
 
 
-async def rollout(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
+async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
     """Run `--num-rollout` steps (default: one epoch) and write each step's samples and metrics.
 
     Raises:
-      ConfigError: dataset, checkpoint or hook can't be used.
+      ConfigError: checkpoint or hook can't be used.
       RelaxTrioError: the run failed; complete steps are written.
 
     Cancellation: as on Ctrl-C; complete steps are written.
     """
     setup.seed_globals(config.train.seed)
-    dataset = setup.train_dataset(config)
-    n_steps = setup.n_rollout_steps(config, dataset)
+    n_steps = setup.n_rollout_steps(config, data.rows)
     cpu = ThreadCpuPool(setup.n_cores())
     codec = setup.load_codec(config, checkpoint)
     backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
@@ -39,12 +39,12 @@ async def rollout(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -
             shared=engine.shared,
             config=config.rollout,
             limits=setup.train_limits(config, backend.max_context_len),
-            rows=setup.make_rows(config, dataset, None),
+            rows=setup.make_rows(config, data.rows, None),
             scorer=setup.make_scorer(config, cpu),
             assigns_credit=False,
             heartbeat_s=config.output.stall_warning,
         )
-        emit("run.started", steps=n_steps, first_step=0, rows=len(dataset), run_dir=str(run_dir))
+        emit("run.started", steps=n_steps, first_step=0, rows=len(data.rows), run_dir=str(run_dir))
         tell_operator(engine)
         with stop.work():
             async with work.open():

@@ -134,8 +134,24 @@ def make_backend(config: Config, checkpoint: Path, codec: ChatCodec, version: We
     return EmbeddedBackend(checkpoint, options, decode=codec.decode)
 
 
-def train_dataset(config: Config) -> Dataset:
-    """The rows of `--prompt-data`."""
+@frozen(kw_only=True)
+class RunData:
+    """The datasets of a run: rows to roll out, and those to evaluate on."""
+
+    rows: Dataset
+    evaluation: tuple[EvalDataset, ...]
+
+
+def load_data(config: Config) -> RunData:
+    """Read every dataset. Comes before anything is made, so that a bad row leaves nothing behind.
+
+    Raises:
+      ConfigError: names file and line.
+    """
+    return RunData(rows=_train_dataset(config), evaluation=_eval_datasets(config))
+
+
+def _train_dataset(config: Config) -> Dataset:
     data = config.data
     assert data.prompt_data is not None, "checked before"
     return load_dataset(
@@ -156,7 +172,7 @@ def n_rollout_steps(config: Config, dataset: Dataset) -> int:
     return config.rollout.num_rollout or math.ceil(len(dataset) / config.rollout.rollout_batch_size)
 
 
-def eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
+def _eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
     """The datasets of `--eval-prompt-data`, in their order.
 
     C_d = `--agentic-eval-concurrency` or ceil(T / G_d), with T = resident train Groups times samples per prompt and

@@ -10,13 +10,12 @@ import trio
 from attrs import define, field, frozen
 
 from relax_trio.config.tree import Config
-from relax_trio.data.dataset import Dataset
 from relax_trio.data.json import JsonObject
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
 from relax_trio.loop.evidence import Evidence
-from relax_trio.loop.setup import Resume
+from relax_trio.loop.setup import Resume, RunData
 from relax_trio.loop.start import tell_operator
 from relax_trio.observe.rundir import CHECKPOINTS_DIR
 from relax_trio.runtime.engine import Engine, open_engine
@@ -141,16 +140,17 @@ class TrainLoop:
             self.evidence.evaluation(n_done, await evaluation.run())
 
 
-async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
+async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
     """Run training to its end, to a signal, or to a failure.
 
     Args:
       config: checked.
+      data: from `load_data`.
       checkpoint: the model to begin from (`--load` goes on from its own).
       run_dir: gets the evidence and, unless `--save` says otherwise, the checkpoints.
 
     Raises:
-      ConfigError: dataset, checkpoint or hook can't be used.
+      ConfigError: checkpoint or hook can't be used.
       RelaxTrioError: the run failed, alone or in groups; the last complete step's checkpoint is written before.
 
     Cancellation: as on the first Ctrl-C; the last checkpoint is bounded.
@@ -158,9 +158,7 @@ async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> 
     setup.seed_globals(config.train.seed)
     setup.make_save_dir(config.train.save or run_dir / CHECKPOINTS_DIR)
     resume = setup.find_resume(config)
-    dataset = setup.train_dataset(config)
-    datasets = setup.eval_datasets(config)
-    n_steps = setup.n_rollout_steps(config, dataset)
+    n_steps = setup.n_rollout_steps(config, data.rows)
     source = checkpoint if resume is None else resume.checkpoint
     version = WeightVersion("0") if resume is None else resume.weight_version
     cpu = ThreadCpuPool(setup.n_cores())
@@ -172,7 +170,7 @@ async def train(config: Config, checkpoint: Path, run_dir: Path, stop: Stop) -> 
     )
     backend = setup.make_backend(config, source, codec, version)
     async with open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop) as engine:
-        loop = _make_loop(config, engine, trainer, dataset, datasets, resume, n_steps, cpu, run_dir)
+        loop = _make_loop(config, engine, trainer, data, resume, n_steps, cpu, run_dir)
         tell_operator(engine)
         try:
             with stop.work():
@@ -196,15 +194,14 @@ def _make_loop(
     config: Config,
     engine: Engine,
     trainer: Trainer,
-    dataset: Dataset,
-    datasets: tuple[EvalDataset, ...],
+    data: RunData,
     resume: Resume | None,
     n_steps: int,
     cpu: CpuPool,
     run_dir: Path,
 ) -> TrainLoop:
     model_len = engine.shared.backend.max_context_len
-    rows = setup.make_rows(config, dataset, resume)
+    rows = setup.make_rows(config, data.rows, resume)
     first_step = 0 if resume is None else resume.rollout_id
     work = Work(
         shared=engine.shared,
@@ -216,14 +213,14 @@ def _make_loop(
         row_failures=Counter({} if resume is None else resume.row_failures),
         heartbeat_s=config.output.stall_warning,
     )
-    emit("run.started", steps=n_steps, first_step=first_step, rows=len(dataset), run_dir=str(run_dir))
+    emit("run.started", steps=n_steps, first_step=first_step, rows=len(data.rows), run_dir=str(run_dir))
     return TrainLoop(
         config=config,
         shared=engine.shared,
         work=work,
         trainer=trainer,
         evidence=Evidence.open(config, run_dir, cpu, first_step),
-        datasets=datasets,
+        datasets=data.evaluation,
         eval_limits=setup.eval_limits(config, model_len),
         first_step=first_step,
         n_steps=n_steps,

@@ -115,6 +115,7 @@ def test_a_bad_row_is_named_by_file_and_line(checkpoint, tmp_path):
 
     assert done.returncode == 64
     assert "d.jsonl:3" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -97,3 +98,19 @@ def test_every_flag_that_docs_name_exists():
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text()))
         unknown = {flag for flag in named if flag not in known | own and flag.replace("--no-", "--") not in known}
         assert not unknown, f"{page.name}: {unknown}"
+
+
+def test_the_quickstart_runs_with_the_official_openai_sdk(home, environment):
+    """The agent's command is all that changes; sizes are small because every process imports the SDK."""
+    command = """relax-trio demo --agent-command "python agent_openai.py" --output-dir runs/sdk --steps 1 \
+      --rollout-batch-size 2 --n-samples-per-prompt 4 --eval-interval 1 \
+      --eval-prompt-data few 'examples/quickstart/questions.jsonl@[0:4]'"""
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=home, env=environment, capture_output=True, text=True, timeout=180
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    (step,) = [json.loads(line) for line in (home / "runs/sdk/metrics.jsonl").read_text().splitlines()]
+    assert (step["rollout/n_sessions"], step["rollout/n_failed_sessions"]) == (8, 0)
+    assert step["rollout/turns/mean"] == step["n_turns/mean"]
+    assert step["rollout/turns/max"] >= 2
