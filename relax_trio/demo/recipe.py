@@ -64,7 +64,7 @@ class DemoRecipe:
       warm_start: how the checkpoint is made.
       n_samples_per_prompt, rollout_batch_size: 8 × 8 = 64 Sessions a step. Eight of a kind make a Group without any
         success rare at the start (0.7 ** 8 = 6 %); eight Groups keep the mean reward of a step within 0.06.
-      n_steps: steps of the run (`--num-rollout`).
+      n_steps: steps of the run (`--num-rollout`). With 20, one seed of three ended a hair below a mean reward of 0.8.
       lr: large, because the model is tiny and the change small: a preference, no new skill. 1e-3 destroys the copying
         within five steps, 5e-4 damages it for one seed in six, 1e-4 needs three times the steps.
       lr_decay_style: linear. With a constant rate late steps, whose few failures get large advantages, still move the
@@ -83,7 +83,7 @@ class DemoRecipe:
     warm_start: WarmStartRecipe = field(factory=WarmStartRecipe)
     n_samples_per_prompt: int = 8
     rollout_batch_size: int = 8
-    n_steps: int = 20
+    n_steps: int = 30
     lr: float = 3e-4
     lr_decay_style: str = "linear"
     clip_grad: float = 1.0
