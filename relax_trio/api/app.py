@@ -74,7 +74,7 @@ def make_app(
     api = _Api(directory, config=config, operator_token=operator_token, cpu=cpu, model_name=model_name)
     api.add_routes(app)
     app.register_error_handler(Exception, api.refuse)
-    app.asgi_app = ReplyTracker(app.asgi_app)  # type: ignore[method-assign]
+    app.asgi_app = ReplyTracker(app.asgi_app)  # type: ignore[method-assign]  # the way Quart documents for middleware
     return app
 
 

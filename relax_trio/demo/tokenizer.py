@@ -61,7 +61,7 @@ class DemoTokenizer:
         """Wrap as the Hugging Face class, with the template: what `save_pretrained` and everyone else uses."""
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers has no types here
             tokenizer_object=self._bpe,
             eos_token=END_OF_TURN,
             pad_token=PADDING,

@@ -48,7 +48,7 @@ def warm_start(tokenizer: DemoTokenizer, recipe: DemoRecipe, progress: Progress 
         model = build_model(len(tokenizer), tokenizer, numbers)
         rows = demonstration_rows(tokenizer, recipe)
         _train(model, rows, numbers, progress)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()  # type: ignore[no-untyped-call]  # transformers has no types here
     return model
 
 
@@ -73,7 +73,7 @@ def build_model(vocab_len: int, tokenizer: DemoTokenizer, numbers: WarmStartReci
         pad_token_id=pad,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # as above
         eos_token_id=end, pad_token_id=pad, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
     )
     return model
@@ -178,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
         for group in self.param_groups:
             shapes: dict[torch.Size, list[nn.Parameter]] = {}
             for p in group["params"]:

@@ -11,6 +11,7 @@ from attrs import define, field, frozen
 
 from relax_trio.config.tree import Config
 from relax_trio.data.json import JsonObject
+from relax_trio.errors import TrainError
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
@@ -95,6 +96,19 @@ class TrainLoop:
             self.checkpoint = await self.trainer.save(self.save_dir, self.states[version])
             self.saved = version
 
+    async def save_after_failure(self) -> None:
+        """Save for a service that died, a bug, a full disk: what was trained is worth a checkpoint all the same.
+
+        A save that fails too is told as event `checkpoint.failed`: the first failure is what the user has to see.
+
+        Cancellation: shielded, at most `MAX_CLEANUP_S`.
+        """
+        with cleanup_scope(MAX_CLEANUP_S, "checkpoint of the last complete step"):
+            try:
+                await self.save()
+            except TrainError as exc:
+                emit("checkpoint.failed", error=str(exc))
+
     async def _run_step(self, rollout_id: int) -> None:
         result = await self.work.run_step(rollout_id)
         await self.evidence.dump(result)
@@ -177,9 +191,7 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
                 async with loop.work.open():
                     await loop.run()
         except BaseException:
-            # A service that died, a bug, a full disk: what was trained is worth a checkpoint all the same.
-            with cleanup_scope(MAX_CLEANUP_S, "checkpoint of the last complete step"):
-                await loop.save()
+            await loop.save_after_failure()
             raise
         await loop.save()
     return RunSummary(

@@ -24,7 +24,7 @@ class StepBar(Protocol):
         ...
 
 
-class _Tqdm(tqdm):  # type: ignore[type-arg]
+class _Tqdm(tqdm):  # type: ignore[type-arg]  # generic in its stubs only, not at run time
     """A tqdm without its monitor thread and without the process-wide lock it would make."""
 
     monitor_interval = 0

@@ -83,10 +83,10 @@ def _checked_object(value: dict[object, object], what: str) -> JsonObject:
 
 def _json_item(item: object, what: str) -> JsonValue:
     try:
-        canonical_json(item)  # type: ignore[arg-type]
+        canonical_json(item)  # type: ignore[arg-type]  # finds out whether it is JSON
     except (TypeError, ValueError, RecursionError) as exc:
         raise RewardError(f"{what}, which is not JSON: {exc}") from None
-    return item  # type: ignore[return-value]
+    return item  # type: ignore[return-value]  # it was
 
 
 def _number(value: object) -> int | float | None:

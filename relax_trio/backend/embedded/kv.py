@@ -148,7 +148,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transforme
     is_sliding = False
 
     def __init__(self, store: KvStore, layer: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no types here
         self._store = store
         self._layer = layer
         self.is_initialized = True
