@@ -119,19 +119,16 @@ async def test_a_training_failure_keeps_what_was_complete(autojump_clock, tmp_pa
 
 
 async def test_a_save_that_fails_after_a_failure_does_not_hide_it(autojump_clock, tmp_path, events, monkeypatch):
-    async def full_disk(directory, state):
+    async def full_disk(trainer, directory, state):
         await trio.lowlevel.checkpoint()
         raise TrainError("no space left")
 
     trainer = FakeTrainer(step_s=1.0, failures={1: TrainError("out of memory")})
-    monkeypatch.setattr(trainer, "save", full_disk)
+    monkeypatch.setattr(FakeTrainer, "save", full_disk)
     async with open_work() as work:
         loop = make_loop(work, tmp_path, trainer=trainer)
         with pytest.raises(TrainError, match="out of memory"):
-            try:
-                await loop.run()
-            except BaseException:
-                await loop.save_after_failure()
-                raise
+            await loop.run()
+        await loop.save_after_failure()
 
     assert [e.fields["error"] for e in events if e.name == "checkpoint.failed"] == ["no space left"]
