@@ -144,4 +144,4 @@ async def open_work(agent_fn=one_turn_agent, *, n_rows=8, backend=None, shared_f
         async with work.open():
             yield work
         assert not shared.launcher.live, "no agent outlives the work"
-        assert work._resident.borrowed_tokens == 0, "every permit came back"
+        assert work.residents.n_permits_used == 0, "every permit came back"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from relax_trio.config.parse import DEFAULT
-from relax_trio.config.tree import Config
+from relax_trio.config.tree import Config, RolloutConfig
 
 
 def rollout_size_problems(config: Config) -> list[str]:
@@ -23,12 +23,33 @@ def rollout_size_problems(config: Config) -> list[str]:
             f"--deterministic takes no oversampling: --over-sampling-batch-size {over} must equal "
             f"--rollout-batch-size {batch}"
         )
+    problems += _lifecycle_problems(rollout)
     if rollout.rollout_top_k != -1 and rollout.rollout_top_k < 1:
         problems.append(f"--rollout-top-k {rollout.rollout_top_k}: must be -1 (all tokens) or at least 1")
     if any(token < 0 for token in rollout.rollout_stop_token_ids):
         problems.append("--rollout-stop-token-ids: a token id is 0 or greater")
     if "" in rollout.rollout_stop:
         problems.append("--rollout-stop: an empty text would stop every turn at once")
+    return problems
+
+
+def _lifecycle_problems(rollout: RolloutConfig) -> list[str]:
+    """Ways to keep Groups across steps that don't go together."""
+    problems = []
+    if rollout.partial_rollout and rollout.fully_async:
+        problems.append("--partial-rollout and --fully-async exclude each other: choose one way to keep Groups")
+    retains = "--partial-rollout" if rollout.partial_rollout else "--fully-async"
+    if rollout.retains_groups and rollout.deterministic:
+        problems.append(f"--deterministic can't be had with {retains}: which turns are interrupted depends on timing")
+    if rollout.use_dynamic_global_batch_size and not (
+        rollout.partial_rollout and rollout.n_work_groups > rollout.rollout_batch_size
+    ):
+        problems.append(
+            "--use-dynamic-global-batch-size needs --partial-rollout and --over-sampling-batch-size above "
+            "--rollout-batch-size: only then is there a surplus to train on"
+        )
+    if rollout.max_staleness is not None and not rollout.fully_async:
+        problems.append("--max-staleness is given without --fully-async")
     return problems
 
 

@@ -106,10 +106,44 @@ class RolloutConfig:
     agentic_unechoed_reasoning: str = option(
         "restore", "What an assistant message without its reasoning means.", choices=("restore", "fork")
     )
+    agentic_prelaunch: bool = option(
+        False,
+        "Start the next step's Groups while permits are free: during the step, the optimizer phase and eval.",
+    )
+    partial_rollout: bool = option(
+        False, "Keep unfinished Groups across steps: attempts are aborted at the close and resumed in the next step."
+    )
+    partial_rollout_max_aborted_count: int = option(
+        3,
+        "Aborted attempts after which a Session is protected: never interrupted again; a close waits for it.",
+        why="bounds how many weight versions one Session can span",
+        check=positive,
+    )
+    agentic_abort_grace: float = option(
+        10.0,
+        "How long an aborted attempt may take to come back before it is given up.",
+        unit="s",
+        check=positive,
+    )
+    use_dynamic_global_batch_size: bool = option(
+        False, "With partial rollout and oversampling: a step also trains on the surplus Groups that are complete."
+    )
+    fully_async: bool = option(False, "Train while rollout goes on; excludes --partial-rollout.")
+    max_staleness: int | None = option(
+        None,
+        "Fully async: drop a Group whose oldest turn is more versions old when it is trained; default: no limit.",
+        unit="versions",
+        check=not_negative,
+    )
     custom_generate_function_path: str | None = option(
         None, "Accepted with a warning; agentic rollout ignores it.", metavar="PATH"
     )
     deterministic: bool = option(False, "Same seed, same rewards: fixed widths, derived seeds, training in row order.")
+
+    @property
+    def retains_groups(self) -> bool:
+        """Whether unfinished and surplus Groups outlive the close of a step."""
+        return self.partial_rollout or self.fully_async
 
     @property
     def n_work_groups(self) -> int:
@@ -196,6 +230,11 @@ class TrainConfig:
         None,
         "Samples per optimizer step; default: all samples of a rollout step.",
         unit="samples",
+        check=positive,
+    )
+    num_iters_per_train_update: int = option(
+        1,
+        "Fully async: an optimizer step takes its samples in so many batches, each as soon as it is there.",
         check=positive,
     )
     micro_batch_size: int = option(8, "Samples per forward pass.", unit="samples", check=positive)

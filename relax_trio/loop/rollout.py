@@ -43,6 +43,7 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
             scorer=setup.make_scorer(config, cpu),
             assigns_credit=False,
             heartbeat_s=config.output.stall_warning,
+            n_steps=n_steps,
         )
         emit("run.started", steps=n_steps, first_step=0, rows=len(data.rows), run_dir=str(run_dir))
         tell_operator(engine)

@@ -55,10 +55,10 @@ def resume_state(work: Work, rollout_id: int, weight_version: WeightVersion, run
     """What a checkpoint remembers of the loop between two steps; read back by `find_resume`."""
     return {
         "rollout_id": rollout_id,
-        "next_group": work.next_group,
+        "next_group": work.residents.next_group,
         "weight_version": weight_version,
-        "rows": work.rows.position(),
-        "row_failures": [[row, count] for row, count in sorted(work.row_failures.items())],
+        "rows": work.rows.position(work.unfinished),
+        "row_failures": [[row, count] for row, count in sorted(work.residents.row_failures.items())],
         "run_dir": str(run_dir),
     }
 

@@ -224,6 +224,7 @@ def _make_loop(
         next_group=0 if resume is None else resume.next_group,
         row_failures=Counter({} if resume is None else resume.row_failures),
         heartbeat_s=config.output.stall_warning,
+        n_steps=n_steps,
     )
     emit("run.started", steps=n_steps, first_step=first_step, rows=len(data.rows), run_dir=str(run_dir))
     return TrainLoop(

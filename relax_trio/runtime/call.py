@@ -12,7 +12,7 @@ from relax_trio.data.json import JsonObject
 from relax_trio.data.request import CanonicalRequest, Completion
 from relax_trio.errors import ProtocolError
 from relax_trio.forest.node import Node
-from relax_trio.ids import RequestId, Rid
+from relax_trio.ids import RequestId, Rid, WeightVersion
 from relax_trio.sync.gate import Gate
 
 Result = outcome.Value[Completion] | outcome.Error
@@ -20,9 +20,10 @@ Result = outcome.Value[Completion] | outcome.Error
 
 @define(eq=False, kw_only=True)
 class AttemptRecord:
-    """What is remembered of one backend attempt, for views and dumps."""
+    """What is remembered of one backend attempt, for views and dumps; `version` served when it was dispatched."""
 
     rid: Rid
+    version: WeightVersion
     started_s: float
     ended_s: float | None = None
     finish: str | None = None
@@ -35,7 +36,22 @@ class AttemptRecord:
             "seconds": None if self.ended_s is None else self.ended_s - self.started_s,
             "finish": self.finish,
             "n_tokens": self.n_tokens,
+            "version": self.version,
         }
+
+
+@define(eq=False, kw_only=True)
+class Flight:
+    """An attempt while the backend has it.
+
+    Attributes:
+      scope: cancelled when an abort was not answered in time; what the backend had is lost then.
+      landed: set when the backend has given it back, whatever it returned.
+    """
+
+    rid: Rid
+    scope: trio.CancelScope = field(factory=trio.CancelScope)
+    landed: trio.Event = field(factory=trio.Event)
 
 
 @define(eq=False, kw_only=True)
@@ -48,7 +64,9 @@ class Call:
       done: set exactly once, by `settle`.
       node: the committed response, None until then.
       is_delivered: the reply's last byte went out without a disconnect seen.
-      waiting_for: what the back half waits for now, for views: "barrier", "lease", "gate", "permit", "backend".
+      flight: the attempt that the backend has now.
+      waiting_for: what the back half waits for now, for views: "encoding", "lease", "gate", "permit", "backend",
+        "commit".
     """
 
     request_id: RequestId
@@ -62,7 +80,8 @@ class Call:
     node: Node | None = None
     is_delivered: bool = False
     attempts: list[AttemptRecord] = field(factory=list)
-    waiting_for: str = "lease"
+    flight: Flight | None = None
+    waiting_for: str = "encoding"
     _n_holds: int = 1
     _let_go: Gate = field(factory=lambda: Gate(shut="a front half holds the call"))
     _result: Result | None = None

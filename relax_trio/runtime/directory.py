@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from relax_trio.api.sessions import Statistics
 from relax_trio.data.json import JsonObject
 
 if TYPE_CHECKING:
@@ -55,6 +57,16 @@ class SessionTable:
         """State of every live Session by place."""
         sessions = sorted((entry[1] for entry in self._by_digest.values()), key=lambda s: s.place)
         return {"sessions": [session.debug_state(forest=forest) for session in sessions]}
+
+    def statistics(self) -> Statistics:
+        """Counts over all live Sessions."""
+        sessions = [entry[1] for entry in self._by_digest.values()]
+        live = [call for session in sessions for call in session.calls if not call.done.is_set()]
+        return Statistics(
+            n_sessions=len(sessions),
+            n_requests=Counter(call.waiting_for for call in live),
+            n_attempts=sum(call.flight is not None for call in live),
+        )
 
 
 def _digest(credential: str) -> bytes:

@@ -101,5 +101,6 @@ def _shared(
         attempt_permits=trio.CapacityLimiter(MAX_INFLIGHT_ATTEMPTS),
         retry_grace_s=config.server.agentic_retry_grace,
         agent_timeout_s=config.agent.agent_timeout,
+        abort_grace_s=config.rollout.agentic_abort_grace,
         unechoed_reasoning="restore" if config.rollout.agentic_unechoed_reasoning == "restore" else "fork",
     )

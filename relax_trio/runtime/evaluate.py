@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import trio
 from attrs import define, field, frozen
 
@@ -11,9 +13,9 @@ from relax_trio.events import emit
 from relax_trio.ids import group_id
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.group import Complete, Group
+from relax_trio.runtime.leases import LeaseDesk
 from relax_trio.runtime.samples import build_samples
 from relax_trio.runtime.shared import Shared, TurnLimits
-from relax_trio.sync.gate import Gate
 
 
 @frozen(kw_only=True)
@@ -98,7 +100,7 @@ class Evaluation:
             mode="eval",
             limits=self.limits,
             shared=self.shared,
-            leases=Gate(),
+            leases=LeaseDesk(wanted=math.inf),
             session_retries=self.session_retries,
             agent_retries=self.agent_retries,
         )

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from relax_trio.data.task import TaskInput
 from relax_trio.events import emit
 from relax_trio.ids import GroupId, place_id
+from relax_trio.runtime.leases import LeaseDesk
 from relax_trio.runtime.outcome import Completed, Failed
 from relax_trio.runtime.session import Session
 from relax_trio.runtime.shared import Mode, Shared, TurnLimits
@@ -42,7 +43,8 @@ class Group:
     Attributes:
       number: running number in the run.
       first_sample: sample number of place 0 of this row (eval repeats a row in singleton Groups).
-      leases: gate of Runtime: a full barrier is leased only while it is open.
+      leases: where the Group stands in line for its lease.
+      generation: gate of its attempts.
       n_failed_sessions: Sessions that failed so far, those that were tried again included.
       session_retries, agent_retries: new Sessions at a place after a failure outside, or of, the agent.
     """
@@ -54,7 +56,8 @@ class Group:
     mode: Mode
     limits: TurnLimits
     shared: Shared
-    leases: Gate
+    leases: LeaseDesk
+    generation: Gate = field(factory=Gate)
     first_sample: int = 0
     session_retries: int = 2
     agent_retries: int = 0
@@ -72,19 +75,25 @@ class Group:
         self._completed = [None] * self.n_places
 
     @property
-    def is_ready(self) -> bool:
-        """Prepared: every place has a live request and the lease is not given yet."""
-        return self.barrier.is_full and not self.lease.is_set()
+    def sessions(self) -> list[Session]:
+        """The Sessions that are not finished, at most one a place."""
+        pairs = zip(self._sessions, self._completed, strict=True)
+        return [session for session, completed in pairs if session is not None and completed is None]
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether a Session of it is."""
+        return any(session.is_protected for session in self.sessions)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether every unfinished Session is parked or idle between requests; False where none is unfinished."""
+        sessions = self.sessions
+        return bool(sessions) and all(session.is_interrupted for session in sessions)
 
     def long_waits(self, seconds: float) -> list[str]:
         """What the Group has waited for longer than `seconds`: the chain from place to request to its wait."""
-        waits = []
-        for index, session in enumerate(self._sessions):
-            if session is None or self._completed[index] is not None:
-                continue
-            live = session.long_waits(seconds)
-            waits += [f"{session.place} {wait}" for wait in live]
-        return waits
+        return [f"{session.place} {wait}" for session in self.sessions for wait in session.long_waits(seconds)]
 
     async def run(self) -> GroupOutcome:
         """Run every place to its end.
@@ -96,7 +105,7 @@ class Group:
         """
         with self._scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._lease_when_full, name=f"lease {self.id}")
+                nursery.start_soon(self._stand_in_line, name=f"lease {self.id}")
                 async with trio.open_nursery() as places:
                     for index in range(self.n_places):
                         places.start_soon(self._run_place, index, name=f"place {place_id(self.id, index)}")
@@ -113,17 +122,19 @@ class Group:
             self._dropped = Dropped(reason=reason, failure=failure)
             self._scope.cancel(reason=f"drop {self.id}: {reason}")
 
-    async def _lease_when_full(self) -> None:
-        """Give the lease at a moment when the barrier is full and Runtime takes Groups; once given, it stays."""
-        while not (self.barrier.is_full and self.leases.is_open):
-            await self.barrier.wait_full()
-            emit("group.prepared", group=self.id)
-            await self.leases.wait_open()
+    def give_lease(self) -> None:
+        """Lease the Group to Runtime; once given, it stays."""
         self.lease.set()
-        for session in self._sessions:
-            if session is not None:
-                session.budget.resume()
+        for session in self.sessions:
+            session.start_clock()
         emit("group.leased", group=self.id)
+
+    async def _stand_in_line(self) -> None:
+        """Stand in line for the lease exactly while every place has a live request."""
+        while not self.lease.is_set():
+            await self.barrier.wait_full()
+            with self.leases.in_line(self):
+                await self.barrier.wait_not_full()
 
     async def _run_place(self, index: int) -> None:
         """Run Sessions at one place until one completes or the retries are used up."""
@@ -156,6 +167,7 @@ class Group:
             limits=self.limits,
             shared=self.shared,
             lease=self.lease,
+            generation=self.generation,
             barrier=self.barrier,
             n_try=n_try,
         )

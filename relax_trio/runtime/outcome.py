@@ -9,7 +9,7 @@ from attrs import frozen
 from relax_trio.data.json import JsonObject
 from relax_trio.data.sample import Context
 from relax_trio.errors import AgentError, AgentLaunchError, BackendError, ExportError
-from relax_trio.ids import PlaceId
+from relax_trio.ids import PlaceId, WeightVersion
 
 SessionFailure: TypeAlias = AgentError | ExportError | BackendError
 
@@ -19,6 +19,8 @@ class SessionReport:
     """What is remembered of an ended Session for metrics and dumps; plain values only.
 
     Attributes:
+      n_aborted: attempts that were aborted and went round again.
+      oldest_version: weights that the backend served when the first attempt was dispatched.
       n_restored: responses that came back without their reasoning and were recognized.
       n_shared_tokens: generated tokens that stand in more than one of its contexts.
       flags: turns by what was unusual about them, see `ParsedTurn.flags`.
@@ -28,6 +30,8 @@ class SessionReport:
     seconds: float
     n_requests: int
     n_attempts: int
+    n_aborted: int
+    oldest_version: WeightVersion
     n_restored: int
     n_shared_tokens: int
     flags: dict[str, int]

@@ -17,8 +17,9 @@ from relax_trio.data.sample import VersionSpan
 from relax_trio.errors import BackendError, BackendProtocolError, EngineUnavailable, InternalError
 from relax_trio.events import emit
 from relax_trio.forest.forest import Match
+from relax_trio.forest.node import Node
 from relax_trio.ids import Rid, StateHash
-from relax_trio.runtime.call import AttemptRecord, Call
+from relax_trio.runtime.call import AttemptRecord, Call, Flight
 from relax_trio.tokens.limits import turn_budget
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 LONG_TEXT_CHARS = 20_000
 """Encoding or decoding more than this goes to a worker thread: about 5 ms of loop time."""
+
+
+_NOTHING = AttemptResult(token_ids=array("i"), logprobs=array("d"), finish="abort", versions=())
+"""What is left of an attempt that was given up."""
 
 
 @define(kw_only=True)
@@ -80,16 +85,33 @@ async def run_request(call: Call, session: Session) -> Completion:
     await session.lease.wait()
     finish = None
     while finish is None:
-        call.waiting_for = "gate"
-        await shared.generation.wait_open()
-        call.waiting_for = "permit"
-        async with shared.attempt_permits:
-            call.waiting_for = "backend"
-            result = await _attempt(call, session, turn)
+        result = await _next_attempt(call, session, turn)
         turn.keep(result)
         finish = _finish(turn, result, (*shared.codec.stop_token_ids, *session.limits.stop_token_ids))
+        if finish is None:
+            session.n_aborted += 1
     call.waiting_for = "commit"
     return await _commit(call, session, turn, stopped=finish == "stop")
+
+
+async def park_request(call: Call, session: Session) -> None:
+    """Ask the backend for what the attempt in flight has, and wait until it is back. The gate is shut already.
+
+    An attempt that is not back within `abort_grace_s` is cancelled, and its tokens are lost; the request keeps those of
+    earlier attempts and goes round again.
+
+    Cancellation: the abort stands, the wait ends.
+    """
+    flight, shared = call.flight, session.shared
+    if flight is None:
+        return
+    with trio.move_on_after(shared.abort_grace_s):
+        await shared.backend.abort(flight.rid)
+        await flight.landed.wait()
+    if not flight.landed.is_set():
+        emit("attempt.abort_timeout", rid=flight.rid, place=session.place, seconds=shared.abort_grace_s)
+        flight.scope.cancel(reason=f"attempt {flight.rid} was not back {shared.abort_grace_s:g} s after its abort")
+        await flight.landed.wait()
 
 
 async def _begin(request: CanonicalRequest, session: Session) -> Turn:
@@ -100,7 +122,7 @@ async def _begin(request: CanonicalRequest, session: Session) -> Turn:
         observation_ids = array("i")
         prefix = session.forest.tokens(match.observation)
     else:
-        observation_ids = await _encode(request, match, session)
+        observation_ids = await encode_new(request, match.parent, match.new_messages, session)
         prefix = session.forest.tokens(match.parent)
         prefix.extend(observation_ids)
     limits = session.limits
@@ -114,34 +136,52 @@ async def _begin(request: CanonicalRequest, session: Session) -> Turn:
     return Turn(match=match, observation_ids=observation_ids, prefix=prefix, budget=budget, seed=seed)
 
 
-async def _encode(request: CanonicalRequest, match: Match, session: Session) -> array[int]:
+async def encode_new(
+    request: CanonicalRequest, parent: Node, messages: tuple[Message, ...], session: Session
+) -> array[int]:
+    """`array('i')` of the request's `messages` behind `parent`, a response or the technical root.
+
+    Raises:
+      InvalidRequest: the chat template refuses them.
+    """
     codec = session.shared.codec
     tools, kwargs = request.tools, request.chat_template_kwargs
 
     def encode() -> array[int]:
-        if match.parent.kind != "response":
-            return codec.encode_opening(match.new_messages, tools, kwargs)
-        turn = match.parent
-        calls = turn.messages[-1].tool_calls
+        if parent.kind != "response":
+            return codec.encode_opening(messages, tools, kwargs)
+        calls = parent.messages[-1].tool_calls
         return codec.encode_observation(
-            match.new_messages,
+            messages,
             tools,
             kwargs,
-            after_stop=codec.ends_turn(turn.token_ids),
+            after_stop=codec.ends_turn(parent.token_ids),
             after_tool_calls=bool(calls),
             calls=calls,
         )
 
-    if text_len(match.new_messages) > LONG_TEXT_CHARS:
+    if text_len(messages) > LONG_TEXT_CHARS:
         return await session.shared.cpu.run(encode)
     return encode()
+
+
+async def _next_attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
+    """Wait for the gate and a permit, and run an attempt. Parked requests stand at the gate, never with a permit."""
+    while True:
+        call.waiting_for = "gate"
+        await session.wait_may_generate()
+        call.waiting_for = "permit"
+        async with session.shared.attempt_permits:
+            if session.may_generate:  # the gate may have shut while the permit was waited for
+                call.waiting_for = "backend"
+                return await _attempt(call, session, turn)
 
 
 async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
     """Run one backend attempt for what is left of the turn."""
     shared, limits = session.shared, session.limits
     rid = Rid(f"{session.name}.{call.request_id}.{len(call.attempts) + 1}")
-    record = AttemptRecord(rid=rid, started_s=trio.current_time())
+    record = AttemptRecord(rid=rid, version=shared.backend.weight_version, started_s=trio.current_time())
     call.attempts.append(record)
     attempt = Attempt(
         rid=rid,
@@ -158,8 +198,11 @@ async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
         session_key=session.name,
         response_start=len(turn.prefix),
     )
+    flight = call.flight = Flight(rid=rid)
+    result = _NOTHING
     try:
-        result = await shared.backend.generate(attempt)
+        with flight.scope:
+            result = await shared.backend.generate(attempt)
     except BackendError as exc:
         record.finish = "failed"
         emit("attempt.failed", rid=rid, error=str(exc), retryable=exc.retryable)
@@ -169,6 +212,8 @@ async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
         raise EngineUnavailable(f"the engine failed while it served {session.place}: {exc}") from exc
     finally:
         record.ended_s = trio.current_time()
+        call.flight = None
+        flight.landed.set()
     record.finish, record.n_tokens = result.finish, len(result.token_ids)
     return result
 

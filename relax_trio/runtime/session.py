@@ -33,14 +33,16 @@ from relax_trio.events import emit
 from relax_trio.forest.export import export_contexts, shared_trained_tokens
 from relax_trio.forest.forest import SessionForest
 from relax_trio.forest.view import forest_json
-from relax_trio.ids import Credential, GroupId, PlaceId, RequestId, StateHash, new_credential
+from relax_trio.ids import Credential, GroupId, PlaceId, RequestId, StateHash, WeightVersion, new_credential
 from relax_trio.runtime.call import Call, Result
+from relax_trio.runtime.count import count_prompt
 from relax_trio.runtime.outcome import Completed, Failed, SessionOutcome, SessionReport
-from relax_trio.runtime.request import run_request
+from relax_trio.runtime.request import park_request, run_request
 from relax_trio.runtime.shared import Mode, Shared, TurnLimits
 from relax_trio.sync.barrier import PresenceBarrier
 from relax_trio.sync.budget import ActiveBudget
 from relax_trio.sync.cleanup import cleanup_scope
+from relax_trio.sync.gate import Gate
 
 CLOSE_SESSION_S = 2.0
 """Bound of telling the backend that a Session ended."""
@@ -58,7 +60,11 @@ class Session:
       index: position in the Group, from 0.
       sample: sample number of the row, for derived seeds.
       lease: set once the Group is leased to Runtime.
+      generation: shut while no attempt of this Session may start, unless it is protected.
       barrier: where live requests are counted, None outside a Group.
+      n_aborted: attempts that were aborted and went round again.
+      is_protected: exempt from parking.
+      skipped: kinds of items and hosted tools that its requests held and that were left out.
     """
 
     place: PlaceId
@@ -70,13 +76,17 @@ class Session:
     limits: TurnLimits
     shared: Shared
     lease: trio.Event
+    generation: Gate = field(factory=Gate)
     barrier: PresenceBarrier | None = None
     n_try: int = 0
+    n_aborted: int = 0
+    is_protected: bool = False
     credential: Credential = field(factory=new_credential, repr=False)
     forest: SessionForest = field(init=False)
     budget: ActiveBudget = field(init=False)
     calls: list[Call] = field(factory=list)
     flags: Counter[str] = field(factory=Counter)
+    skipped: dict[str, None] = field(factory=dict)
     _is_open: bool = False
     _n_shared_tokens: int = 0
     _failure: BackendError | None = None
@@ -146,8 +156,7 @@ class Session:
     async def _supervise(self, agent: AgentHandle) -> tuple[Context, ...]:
         """Wait for the agent within its budget, read its output, export."""
         try:
-            if self.lease.is_set():
-                self.budget.resume()
+            self.start_clock()
             with self.budget.scope:
                 await agent.wait()
             self.budget.pause()
@@ -187,6 +196,44 @@ class Session:
         if scope.cancelled_caught:
             emit("reply.unsettled", place=self.place, seconds=SETTLE_S)
 
+    # --- parking ----------------------------------------------------------------------------------------------
+
+    @property
+    def may_generate(self) -> bool:
+        """Whether an attempt may start now."""
+        return self.is_protected or self.generation.is_open
+
+    async def wait_may_generate(self) -> None:
+        """Return at a moment when an attempt may start. Cancellation: safe."""
+        while not self.may_generate:
+            await self.generation.wait_open()
+
+    def start_clock(self) -> None:
+        """Spend active time from now on, if the Group is leased and the Session is not parked."""
+        if self.lease.is_set() and self.may_generate:
+            self.budget.resume()
+
+    async def park(self) -> None:
+        """Stop the clock and bring every attempt back; its request keeps the tokens and waits at the shut gate.
+
+        Cancellation: aborts stand; requests are in order.
+        """
+        self.budget.pause()
+        async with trio.open_nursery() as nursery:
+            for call in self.calls:
+                if call.flight is not None:
+                    nursery.start_soon(park_request, call, self, name=f"park {self.name}.{call.request_id}")
+
+    def unpark(self, max_aborted: int) -> None:
+        """Go on; a Session that was aborted `max_aborted` times is protected from here on."""
+        self.is_protected = self.is_protected or self.n_aborted >= max_aborted
+        self.start_clock()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether no attempt runs: it is parked, or idle between requests."""
+        return all(call.flight is None for call in self.calls)
+
     # --- called by front halves and by requests ---------------------------------------------------------------
 
     def submit(self, request: CanonicalRequest) -> Call:
@@ -198,10 +245,7 @@ class Session:
           EngineUnavailable: the run is shutting down.
           SessionDiscarded: the Session ended while the request was read.
         """
-        if not self._is_open:
-            raise SessionDiscarded(f"session {self.place} has ended")
-        if self.shared.sessions.closing:
-            raise EngineUnavailable("the run is shutting down")
+        self._refuse_late()
         if request.retry and (twin := self._undelivered(request.digest)) is not None:
             twin.attach()
             emit("request.joined", place=self.place, request=twin.request_id)
@@ -211,7 +255,19 @@ class Session:
         self._nursery.start_soon(self._serve, call, name=f"request {self.name}.{call.request_id}")
         if self.barrier is not None:
             self.barrier.arrive(self.index)
+        self._tell_skipped(call)
         return call
+
+    async def count_tokens(self, request: CanonicalRequest) -> int:
+        """Tokens of the prompt that `request` would be served from; nothing is begun and nothing committed.
+
+        Raises:
+          ProtocolError: as `submit`, or the chat template refuses the conversation.
+
+        Cancellation: safe.
+        """
+        self._refuse_late()
+        return await count_prompt(request, self)
 
     def fail(self, error: BackendError) -> None:
         """The engine failed this Session: discard it; its place may try again."""
@@ -242,6 +298,19 @@ class Session:
                 self.barrier.withdraw(self.index)
             call.settle(result)
 
+    def _refuse_late(self) -> None:
+        if not self._is_open:
+            raise SessionDiscarded(f"session {self.place} has ended")
+        if self.shared.sessions.closing:
+            raise EngineUnavailable("the run is shutting down")
+
+    def _tell_skipped(self, call: Call) -> None:
+        """Warn of what was left out of a request, once in the life of the Session."""
+        kinds = call.request.skipped
+        if kinds and not self.skipped:
+            emit("items.skipped", place=self.place, request=call.request_id, kinds=", ".join(kinds))
+        self.skipped.update(dict.fromkeys(kinds))
+
     def _undelivered(self, digest: bytes) -> Call | None:
         """The newest call of this body that is in flight, or done well and never received.
 
@@ -270,12 +339,20 @@ class Session:
             seconds=trio.current_time() - self._started_s,
             n_requests=len(self.calls),
             n_attempts=sum(len(call.attempts) for call in self.calls),
+            n_aborted=self.n_aborted,
+            oldest_version=self._oldest_version(),
             n_restored=self.forest.n_restored,
             n_shared_tokens=self._n_shared_tokens,
             flags=dict(self.flags),
             requests=tuple(call.to_json() for call in self.calls),
             state_hashes=tuple(node.state.hex() for node in self.forest.nodes),
         )
+
+    def _oldest_version(self) -> WeightVersion:
+        """The weights that served when its first attempt was dispatched; those of now where there was none."""
+        attempts = (attempt for call in self.calls for attempt in call.attempts)
+        first = next(attempts, None)
+        return self.shared.backend.weight_version if first is None else first.version
 
     def long_waits(self, seconds: float) -> list[str]:
         """What has been waited for longer than `seconds`: live requests with what each waits for, or the agent."""
@@ -296,7 +373,11 @@ class Session:
             "mode": self.mode,
             "age_s": trio.current_time() - self._started_s,
             "leased": self.lease.is_set(),
+            "parked": not self.may_generate,
+            "protected": self.is_protected,
+            "n_aborted": self.n_aborted,
             "budget_remaining_s": self.budget.remaining_s,
+            "skipped": list(self.skipped),
             "requests": [call.to_json() for call in self.calls],
         }
         return {**out, **forest_json(self.forest)} if forest else out

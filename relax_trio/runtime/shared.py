@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import trio
-from attrs import field, frozen
+from attrs import frozen
 
 from relax_trio.agent.base import AgentLauncher
 from relax_trio.backend.base import Backend
 from relax_trio.runtime.directory import SessionTable
 from relax_trio.sync.cpu import CpuPool
-from relax_trio.sync.gate import Gate
 from relax_trio.tokens.codec import ChatCodec
 
 Mode = Literal["train", "eval"]
@@ -46,7 +45,7 @@ class Shared:
 
     Attributes:
       attempt_permits: one per attempt on the backend; never held across a gate.
-      generation: shut while no attempt may start.
+      abort_grace_s: how long an aborted attempt may take to come back.
       base_url: RELAX_BASE_URL of the agents.
       retry_grace_s: how long a request goes on after its client left.
       agent_timeout_s: active-time budget of a Session.
@@ -59,7 +58,7 @@ class Shared:
     sessions: SessionTable
     base_url: str
     attempt_permits: trio.CapacityLimiter
-    generation: Gate = field(factory=Gate)
+    abort_grace_s: float = 10.0
     retry_grace_s: float = 5.0
     agent_timeout_s: float = 1800.0
     unechoed_reasoning: Literal["restore", "fork"] = "restore"

@@ -1,12 +1,13 @@
-"""The work: it owns every train Group across steps, prepares new ones on demand and scores the complete ones.
+"""The work of a run: rollout steps over the resident Groups.
 
-A step is an accounting window (step.py) over this block, not an owner: Groups live here.
+A step is an accounting window, not an owner. At its close, what is unfinished is dropped, or parked where the run
+retains Groups (partial rollout). Where training overlaps rollout (fully async), nothing happens at a close: overlap.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import trio
@@ -14,29 +15,25 @@ from attrs import define, field
 
 from relax_trio.config.tree import RolloutConfig
 from relax_trio.data.rows import RowStream
-from relax_trio.errors import CreditError, RewardError, RunFailed
+from relax_trio.data.task import TaskInput
 from relax_trio.events import emit
-from relax_trio.ids import group_id
-from relax_trio.reward.credit import assign_credit
 from relax_trio.reward.reward import RewardScorer
-from relax_trio.runtime.group import Complete, Dropped, Group
-from relax_trio.runtime.outcome import Failed
-from relax_trio.runtime.samples import build_samples
+from relax_trio.runtime.ledger import Ledger, Partition, ScoredGroup
+from relax_trio.runtime.residents import Resident, Residents
 from relax_trio.runtime.shared import Shared, TurnLimits
-from relax_trio.runtime.step import ScoredGroup, Step, StepResult
-from relax_trio.sync.gate import Gate
+from relax_trio.runtime.step import Step, StepResult, Tally
 
 
 @define(eq=False, kw_only=True)
 class Work:
-    """The train Groups of a run.
+    """The steps of a run and their Groups.
 
     Attributes:
       rows: where Groups take their rows from and return them to.
-      next_group: number of the next Group; part of the resume state.
-      row_failures: failures of agents by row; part of the resume state.
-      assigns_credit: False for rollout without training, which any number of contexts may come from.
+      next_group, row_failures, assigns_credit: see `Residents`; what the run begins with.
       heartbeat_s: a step tells at these intervals that it is open, and of waits that are longer.
+      n_steps: steps of the whole run; nothing is prepared past the last one.
+      data_parallel_size: rows of a partition that closes dynamically are a multiple of it.
     """
 
     shared: Shared
@@ -48,28 +45,44 @@ class Work:
     row_failures: Counter[int] = field(factory=Counter)
     assigns_credit: bool = True
     heartbeat_s: float = 60.0
-    _leases: Gate = field(factory=lambda: Gate(shut="no step is open"))
-    _demand: Gate = field(factory=lambda: Gate(shut="no step is open"))
-    _idle: Gate = field(factory=Gate)
-    _resident: trio.CapacityLimiter = field(init=False)
-    _alive: dict[Group, trio.CancelScope] = field(factory=dict)
-    _failures_in_a_row: int = 0
-    _step: Step | None = None
-    _nursery: trio.Nursery = field(init=False)
+    n_steps: int | None = None
+    data_parallel_size: int = 1
+    ledger: Ledger = field(init=False)
+    residents: Residents = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._resident = trio.CapacityLimiter(self.config.n_resident_groups)
+        self.ledger = Ledger(retains=self.config.retains_groups)
+        self.residents = Residents(
+            shared=self.shared,
+            config=self.config,
+            limits=self.limits,
+            rows=self.rows,
+            scorer=self.scorer,
+            ledger=self.ledger,
+            next_group=self.next_group,
+            row_failures=self.row_failures,
+            assigns_credit=self.assigns_credit,
+        )
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Own Groups for the length of the block; on leaving, every Group is ended and joined."""
-        async with trio.open_nursery() as self._nursery:
-            self._nursery.start_soon(self._prepare, name="prepare")
-            yield
-            self._nursery.cancel_scope.cancel(reason="the work ended")
+        """Own Groups for the length of the block; on leaving, every Group is ended and its row accounted for."""
+        try:
+            async with self.residents.open():
+                yield
+        finally:
+            for group in (*(g for p in self.ledger.partitions for g in p.groups), *self.ledger.surplus):
+                self.rows.give_back(group.task)
+
+    @property
+    def unfinished(self) -> list[TaskInput]:
+        """Rows that are taken and not done: of resident Groups, of surplus, of partitions that are still open."""
+        return [*(resident.group.task for resident in self.residents.all), *self.ledger.tasks]
+
+    # --- a step -----------------------------------------------------------------------------------------------
 
     async def run_step(self, rollout_id: int) -> StepResult:
-        """Run one rollout step: exactly `rollout_batch_size` scored Groups.
+        """Run one rollout step: exactly `rollout_batch_size` scored Groups, more where it closes dynamically.
 
         Raises:
           RunFailed: every Group failed for too long, or no row is left.
@@ -77,38 +90,126 @@ class Work:
 
         Cancellation: leaves the step open; the work block that is left then ends every Group.
         """
-        config = self.config
-        step = Step(rollout_id=rollout_id, target=config.rollout_batch_size, n_work=config.n_work_groups)
-        self._step = step
+        is_last = self.is_last(rollout_id)
+        partition = self.ledger.open(rollout_id, self.config.rollout_batch_size)
+        step = Step(rollout_id=rollout_id, partition=partition)
+        self.residents.margin = self.config.n_work_groups - self.config.rollout_batch_size
+        self.residents.next_work = 0 if is_last or not self.config.agentic_prelaunch else self.config.n_work_groups
+        async with self.accounting(step):
+            if partition.debt:
+                self.unpark()
+            self.residents.step = step
+            self.residents.update()
+            await step.closed.wait()
+            if self.residents.failure is None:
+                await self._close(partition, is_last=is_last)
+        self.residents.step = None
+        self.ledger.seal(partition)
+        return self.result(step, sorted(partition.groups, key=lambda group: group.number))
+
+    def is_last(self, rollout_id: int) -> bool:
+        """Whether no step comes after this one."""
+        return self.n_steps is not None and rollout_id >= self.n_steps - 1
+
+    @asynccontextmanager
+    async def accounting(self, step: Step) -> AsyncIterator[None]:
+        """Tell of a step: its start, its heartbeats, its end, and what kept it from ending well.
+
+        Raises (on leaving):
+          RelaxTrioError: the run's failure.
+        """
+        groups = 0 if step.partition is None else step.partition.target
         emit(
             "accounting_start",
-            rollout=rollout_id,
-            groups=step.target,
-            sessions=step.target * config.n_samples_per_prompt,
+            rollout=step.rollout_id,
+            groups=groups,
+            sessions=groups * self.config.n_samples_per_prompt,
         )
-        self._leases.open()
-        self._update()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._heartbeat, step, name=f"heartbeat of step {rollout_id}")
-            await step.closed.wait()
-            nursery.cancel_scope.cancel(reason=f"step {rollout_id} closed")
-        self._leases.shut("between steps")
-        self._update()
-        for group, scope in self._alive.items():
-            group.drop("the step closed")
-            scope.cancel(reason=f"step {rollout_id} closed")
-        await self._idle.wait_open()
-        self._step = None
+            nursery.start_soon(self._heartbeat, step, name=f"heartbeat of step {step.rollout_id}")
+            yield
+            nursery.cancel_scope.cancel(reason=f"step {step.rollout_id} closed")
+        failure = self.residents.failure
         emit(
             "accounting_end",
-            rollout=rollout_id,
+            rollout=step.rollout_id,
             scored=step.n_scored,
-            dropped=step.n_dropped,
-            failed_sessions=step.n_failed_sessions,
+            dropped=self.residents.tally.n_dropped,
+            failed_sessions=self.residents.tally.n_failed_sessions,
+            prepared=self.residents.desk.n_ready,
+            debt=self.ledger.debt,
             seconds=step.age_s,
-            failed=step.failure is not None,
+            failed=failure is not None,
         )
-        return step.result(len(self.rows.set_aside_rows))
+        if failure is not None:
+            raise failure
+
+    def result(self, step: Step, groups: Sequence[ScoredGroup]) -> StepResult:
+        """What the closed step yields; the tally begins anew."""
+        tally, self.residents.tally = self.residents.tally, Tally()
+        return StepResult(
+            rollout_id=step.rollout_id,
+            groups=tuple(groups),
+            n_dropped=tally.n_dropped,
+            n_failed_sessions=tally.n_failed_sessions,
+            n_stale_groups=tally.n_stale,
+            n_set_aside_rows=len(self.rows.set_aside_rows),
+            seconds=step.age_s,
+        )
+
+    # --- closing ----------------------------------------------------------------------------------------------
+
+    async def _close(self, partition: Partition, *, is_last: bool) -> None:
+        """What becomes of Groups when the debt is paid."""
+        residents = self.residents
+        if self.config.partial_rollout and not (is_last and not self.config.use_dynamic_global_batch_size):
+            await self._wait_protected()
+            await self.park("between steps")
+            await self._wait_protected()
+            if self.config.use_dynamic_global_batch_size:
+                joined = self.ledger.fill_up(partition, multiple_of=self.data_parallel_size)
+                emit("partition.sealed", partition=partition.name, groups=len(partition.groups), surplus=joined)
+        if is_last:
+            await residents.drop(residents.all, "the last step closed")
+        elif not self.config.partial_rollout:
+            kept = residents.unleased if self.config.agentic_prelaunch else ()
+            await residents.drop([r for r in residents.all if r not in kept], "the step closed")
+
+    async def _wait_protected(self) -> None:
+        """Wait until no protected Group holds processes; its reward keeps nothing open."""
+        while protected := self._protected():
+            emit("step.waiting", protected=" ".join(resident.group.id for resident in protected))
+            await protected[0].vacated.wait()
+
+    def _protected(self) -> list[Resident]:
+        return [r for r in self.residents.leased if r.group.is_protected and not r.vacated.is_set()]
+
+    # --- parking ----------------------------------------------------------------------------------------------
+
+    async def park(self, reason: str) -> None:
+        """Shut the gate, stop the clocks, bring back every attempt that may be interrupted.
+
+        Cancellation: the gate stays shut, aborts stand.
+        """
+        self.residents.generation.shut(reason)
+        self.residents.update()
+        async with trio.open_nursery() as nursery:
+            for resident in self.residents.leased:
+                for session in resident.group.sessions:
+                    if not session.is_protected:
+                        nursery.start_soon(session.park, name=f"park {session.name}")
+
+    def unpark(self) -> None:
+        """Open the gate: parked requests go on, and who was aborted too often is protected from here on."""
+        if self.residents.generation.is_open:
+            return
+        self.residents.generation.open()
+        for resident in self.residents.leased:
+            for session in resident.group.sessions:
+                session.unpark(self.config.partial_rollout_max_aborted_count)
+        self.residents.update()
+
+    # --- evidence ---------------------------------------------------------------------------------------------
 
     async def _heartbeat(self, step: Step) -> None:
         """Tell at intervals that the step is still open, and what it has."""
@@ -118,141 +219,17 @@ class Work:
                 "idle_heartbeat",
                 rollout=step.rollout_id,
                 scored=step.n_scored,
-                prepared=sum(1 for group in self._alive if group.is_ready),
-                at_work=step.n_alive,
+                prepared=self.residents.desk.n_ready,
+                at_work=len(self.residents.leased),
             )
-            for group in self._alive:
+            for resident in self.residents.all:
+                group = resident.group
                 waits = group.long_waits(self.heartbeat_s)
                 if waits:
-                    leased = group.lease.is_set()
                     emit(
-                        "group.stalled", rollout=step.rollout_id, group=group.id, leased=leased, waits="; ".join(waits)
+                        "group.stalled",
+                        rollout=step.rollout_id,
+                        group=group.id,
+                        leased=group.lease.is_set(),
+                        waits="; ".join(waits),
                     )
-
-    # --- prepare ------------------------------------------------------------------------------------------------
-
-    async def _prepare(self) -> None:
-        """Start a Group whenever one is wanted and a permit is free."""
-        while True:
-            await self._demand.wait_open()
-            permit = object()
-            await self._resident.acquire_on_behalf_of(permit)
-            if self._step is None or not self._step.demand:
-                self._resident.release_on_behalf_of(permit)
-                continue
-            self._start_group(self._step, permit)
-
-    def _start_group(self, step: Step, permit: object) -> None:
-        """Take a row and start its Group, which returns the permit when its last process is gone."""
-        try:
-            task = self.rows.take()
-        except RunFailed as exc:
-            self._resident.release_on_behalf_of(permit)
-            step.fail(exc)
-            self._update()
-            return
-        group = Group(
-            id=group_id(self.next_group),
-            number=self.next_group,
-            task=task,
-            n_places=self.config.n_samples_per_prompt,
-            mode="train",
-            limits=self.limits,
-            shared=self.shared,
-            leases=self._leases,
-            session_retries=self.config.agentic_session_retries,
-            agent_retries=self.config.agentic_agent_retries,
-        )
-        self.next_group += 1
-        step.n_alive += 1
-        self._alive[group] = trio.CancelScope()
-        self._update()
-        emit("group.started", group=group.id, row=task.row, source=task.source)
-        self._nursery.start_soon(self._own_group, group, step, permit, name=f"group {group.id}")
-
-    # --- one Group ----------------------------------------------------------------------------------------------
-
-    async def _own_group(self, group: Group, step: Step, permit: object) -> None:
-        """Run one Group, then its reward; return its permit and account for its row exactly once."""
-        scored: ScoredGroup | None = None
-        outcome: Complete | Dropped = Dropped(reason="the work ended")
-        try:
-            with self._alive[group]:
-                try:
-                    outcome = await group.run()
-                finally:
-                    self._resident.release_on_behalf_of(permit)
-                if isinstance(outcome, Complete):
-                    scored = await self._score(group, outcome, step)
-        finally:
-            del self._alive[group]
-            step.n_alive -= 1
-            self._account(group, outcome, scored, step)
-            self._update()
-
-    async def _score(self, group: Group, outcome: Complete, step: Step) -> ScoredGroup | None:
-        """Reward and credit. A failure of either fails the step: it is the user's to mend, not to be skipped."""
-        samples = build_samples(group, outcome, self.shared.codec)
-        try:
-            await self.scorer.score(samples)
-            if self.assigns_credit:
-                assign_credit(samples, self.scorer.config)
-        except (RewardError, CreditError) as exc:
-            step.fail(exc)
-            return None
-        return ScoredGroup(
-            id=group.id,
-            number=group.number,
-            samples=tuple(samples),
-            reports=tuple(session.report for session in outcome.sessions),
-        )
-
-    def _account(self, group: Group, outcome: Complete | Dropped, scored: ScoredGroup | None, step: Step) -> None:
-        """Pay the step or return the row. Plain: nothing can come between."""
-        step.n_failed_sessions += group.n_failed_sessions
-        if isinstance(outcome, Complete):
-            self._failures_in_a_row = 0
-        if scored is not None and step.pay(scored):
-            emit("group.scored", group=group.id, rollout=step.rollout_id)
-            return
-        step.n_dropped += 1
-        failure = outcome.failure if isinstance(outcome, Dropped) else None
-        surplus = "its reward failed" if step.failure is not None else "surplus at the close of the step"
-        reason = outcome.reason if isinstance(outcome, Dropped) else surplus
-        emit("group.dropped", group=group.id, reason=reason)
-        if failure is None:
-            self.rows.give_back(group.task)
-            return
-        self._count_failure(group, failure, step)
-
-    def _count_failure(self, group: Group, failure: Failed, step: Step) -> None:
-        """A row whose agents fail too often is set aside; a run in which nothing but failures happens ends."""
-        row = group.task.row
-        if failure.is_agents_fault:
-            self.row_failures[row] += 1
-        if self.row_failures[row] >= self.config.max_row_failures:
-            self.rows.set_aside(group.task, str(failure.error).splitlines()[0])
-            emit("row.set_aside", source=group.task.source, failures=self.row_failures[row])
-        else:
-            self.rows.give_back(group.task)
-        self._failures_in_a_row += 1
-        limit = self.config.n_work_groups + self.config.max_row_failures
-        if self._failures_in_a_row >= limit:
-            step.fail(
-                RunFailed(
-                    f"{self._failures_in_a_row} Groups in a row failed and none completed; the last failure: "
-                    f"{failure.error}"
-                )
-            )
-
-    def _update(self) -> None:
-        """Set the gates that follow from the state."""
-        step = self._step
-        if step is not None and step.demand:
-            self._demand.open()
-        else:
-            self._demand.shut("no Group is wanted")
-        if self._alive:
-            self._idle.shut("Groups are at work")
-        else:
-            self._idle.open()

@@ -130,12 +130,12 @@ async def test_an_aborted_attempt_goes_round_again_with_what_is_left(autojump_cl
         async with session.open():
             call = session.submit(make_request(user("hi")))
             await trio.sleep(4.5)
-            shared.generation.shut("step closed")
+            session.generation.shut("step closed")
             await backend.abort(call.attempts[0].rid)
             await trio.sleep(100)
             assert call.waiting_for == "gate"
             assert call.attempts[0].n_tokens == 4
-            shared.generation.open()
+            session.generation.open()
             completion = await call.wait_done()
         (first, second) = backend.attempts
 

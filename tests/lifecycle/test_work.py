@@ -32,8 +32,8 @@ from relax_trio.ids import GroupId
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.runtime.group import Dropped, Group
+from relax_trio.runtime.leases import LeaseDesk
 from relax_trio.sync.cpu import InlineCpuPool
-from relax_trio.sync.gate import Gate
 
 SOAK = int(os.environ.get("SOAK", "1"))
 """How many times the usual number of examples a property gets; `tools/nightly` raises it."""
@@ -152,7 +152,7 @@ async def test_a_launch_that_keeps_failing_drops_the_group(autojump_clock):
                 mode="train",
                 limits=LIMITS,
                 shared=shared,
-                leases=Gate(),
+                leases=LeaseDesk(wanted=1),
                 session_retries=2,
             )
             outcome = await group.run()
@@ -239,7 +239,7 @@ async def test_cancelling_a_step_leaves_nothing(autojump_clock):
     assert trio.current_time() == 7.0
     assert not work.shared.launcher.live
     assert work.shared.backend.load().n_running == 0
-    assert work._resident.borrowed_tokens == 0
+    assert work.residents.n_permits_used == 0
 
 
 async def test_heartbeats_tell_of_an_open_step(autojump_clock, events):

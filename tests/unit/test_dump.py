@@ -147,6 +147,8 @@ def test_facts_are_made_from_what_the_runtime_remembers_and_from_the_sessions_ro
         seconds=4.0,
         n_requests=2,
         n_attempts=3,
+        n_aborted=1,
+        oldest_version=WeightVersion("0"),
         n_restored=0,
         n_shared_tokens=0,
         flags={},
