@@ -128,6 +128,8 @@ def _runtime_metrics(result: StepResult) -> dict[str, float]:
         "rollout/n_dropped_groups": result.n_dropped,
         "rollout/n_failed_sessions": result.n_failed_sessions,
         "rollout/n_set_aside_rows": result.n_set_aside_rows,
+        "rollout/n_stale_groups": result.n_stale_groups,
+        "rollout/n_aborted_attempts": sum(report.n_aborted for report in reports),
         "rollout/n_restored_turns": sum(report.n_restored for report in reports),
         "rollout/shared_trained_tokens": sum(report.n_shared_tokens for report in reports),
         **{f"rollout/turn_flags/{flag}": count for flag, count in sorted(flags.items())},

@@ -23,6 +23,7 @@ from relax_trio.errors import ConfigError, boundary
 from relax_trio.ids import WeightVersion
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset
+from relax_trio.runtime.ledger import Partition
 from relax_trio.runtime.shared import TurnLimits
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool
@@ -51,13 +52,19 @@ class Resume:
     row_failures: dict[int, int]
 
 
-def resume_state(work: Work, rollout_id: int, weight_version: WeightVersion, run_dir: Path) -> JsonObject:
-    """What a checkpoint remembers of the loop between two steps; read back by `find_resume`."""
+def resume_state(
+    work: Work, rollout_id: int, weight_version: WeightVersion, run_dir: Path, *, trained: Partition | None = None
+) -> JsonObject:
+    """What a checkpoint remembers of the loop between two steps; read back by `find_resume`.
+
+    Args:
+      trained: a partition that is still open, but part of these weights.
+    """
     return {
         "rollout_id": rollout_id,
         "next_group": work.residents.next_group,
         "weight_version": weight_version,
-        "rows": work.rows.position(work.unfinished),
+        "rows": work.rows.position(work.unfinished(trained)),
         "row_failures": [[row, count] for row, count in sorted(work.residents.row_failures.items())],
         "run_dir": str(run_dir),
     }

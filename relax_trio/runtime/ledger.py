@@ -43,12 +43,14 @@ class Partition:
     Attributes:
       target: Groups it needs.
       groups: those that paid, in the order of scoring.
+      seconds: how long its step was open.
       grown: set when a Group pays, and replaced then.
     """
 
     rollout_id: int
     target: int
     groups: list[ScoredGroup] = field(factory=list)
+    seconds: float = 0.0
     grown: trio.Event = field(factory=trio.Event)
 
     @property
@@ -66,10 +68,6 @@ class Partition:
         self.groups.append(group)
         grown, self.grown = self.grown, trio.Event()
         grown.set()
-
-    def strike(self, group: ScoredGroup) -> None:
-        """Take a Group out again: its place in the debt is open once more."""
-        self.groups.remove(group)
 
 
 @define(eq=False, kw_only=True)
@@ -95,10 +93,10 @@ class Ledger:
         """Groups that the open partitions still need."""
         return sum(partition.debt for partition in self._open)
 
-    @property
-    def tasks(self) -> list[TaskInput]:
-        """Rows of all Groups that are scored and not handed over for good."""
-        groups = [group for partition in self._open for group in partition.groups]
+    def tasks(self, other_than: Partition | None = None) -> list[TaskInput]:
+        """Rows of all Groups that are scored and not handed over for good, those of one partition left out."""
+        open_ones = [partition for partition in self._open if partition is not other_than]
+        groups = [group for partition in open_ones for group in partition.groups]
         return [group.task for group in (*groups, *self.surplus)]
 
     def open(self, rollout_id: int, target: int) -> Partition:
@@ -106,8 +104,7 @@ class Ledger:
         assert len(self._open) < MAX_OPEN_PARTITIONS, "at most two partitions are open"
         partition = Partition(rollout_id=rollout_id, target=target)
         self._open.append(partition)
-        while self.surplus and self.debt:
-            self.pay(self.surplus.popleft())
+        self._pay_from_surplus()
         return partition
 
     def pay(self, group: ScoredGroup) -> bool:
@@ -119,6 +116,15 @@ class Ledger:
         if self.retains:
             self.surplus.append(group)
         return self.retains
+
+    def strike(self, partition: Partition, group: ScoredGroup) -> None:
+        """Take a Group out of a partition again: what it paid is owed once more; surplus pays first."""
+        partition.groups.remove(group)
+        self._pay_from_surplus()
+
+    def _pay_from_surplus(self) -> None:
+        while self.surplus and self.debt:
+            self.pay(self.surplus.popleft())
 
     def fill_up(self, partition: Partition, *, multiple_of: int) -> int:
         """Let surplus join a paid partition, in its order, as far as its rows stay a multiple of `multiple_of`.

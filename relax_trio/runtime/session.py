@@ -47,6 +47,9 @@ from relax_trio.sync.gate import Gate
 CLOSE_SESSION_S = 2.0
 """Bound of telling the backend that a Session ended."""
 
+MAX_SKIPPED = 32
+"""Kinds of skipped items that are remembered; their names are the client's."""
+
 SETTLE_S = 5.0
 """How long the fate of a written reply may stay unknown once its agent is gone."""
 
@@ -224,7 +227,7 @@ class Session:
                 if call.flight is not None:
                     nursery.start_soon(park_request, call, self, name=f"park {self.name}.{call.request_id}")
 
-    def unpark(self, max_aborted: int) -> None:
+    def unpark(self, max_aborted: float) -> None:
         """Go on; a Session that was aborted `max_aborted` times is protected from here on."""
         self.is_protected = self.is_protected or self.n_aborted >= max_aborted
         self.start_clock()
@@ -306,10 +309,10 @@ class Session:
 
     def _tell_skipped(self, call: Call) -> None:
         """Warn of what was left out of a request, once in the life of the Session."""
-        kinds = call.request.skipped
+        kinds = call.request.skipped[:MAX_SKIPPED]
         if kinds and not self.skipped:
             emit("items.skipped", place=self.place, request=call.request_id, kinds=", ".join(kinds))
-        self.skipped.update(dict.fromkeys(kinds))
+        self.skipped.update(dict.fromkeys(kinds[: MAX_SKIPPED - len(self.skipped)]))
 
     def _undelivered(self, digest: bytes) -> Call | None:
         """The newest call of this body that is in flight, or done well and never received.

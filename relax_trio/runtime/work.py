@@ -6,6 +6,7 @@ retains Groups (partial rollout). Where training overlaps rollout (fully async),
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -71,13 +72,12 @@ class Work:
             async with self.residents.open():
                 yield
         finally:
-            for group in (*(g for p in self.ledger.partitions for g in p.groups), *self.ledger.surplus):
-                self.rows.give_back(group.task)
+            for task in self.ledger.tasks():
+                self.rows.give_back(task)
 
-    @property
-    def unfinished(self) -> list[TaskInput]:
-        """Rows that are taken and not done: of resident Groups, of surplus, of partitions that are still open."""
-        return [*(resident.group.task for resident in self.residents.all), *self.ledger.tasks]
+    def unfinished(self, trained: Partition | None = None) -> list[TaskInput]:
+        """Rows that are taken and not done: of resident Groups, of surplus, of open partitions other than `trained`."""
+        return [*(resident.group.task for resident in self.residents.all), *self.ledger.tasks(trained)]
 
     # --- a step -----------------------------------------------------------------------------------------------
 
@@ -93,8 +93,7 @@ class Work:
         is_last = self.is_last(rollout_id)
         partition = self.ledger.open(rollout_id, self.config.rollout_batch_size)
         step = Step(rollout_id=rollout_id, partition=partition)
-        self.residents.margin = self.config.n_work_groups - self.config.rollout_batch_size
-        self.residents.next_work = 0 if is_last or not self.config.agentic_prelaunch else self.config.n_work_groups
+        self.plan(rollout_id)
         async with self.accounting(step):
             if partition.debt:
                 self.unpark()
@@ -105,7 +104,14 @@ class Work:
                 await self._close(partition, is_last=is_last)
         self.residents.step = None
         self.ledger.seal(partition)
-        return self.result(step, sorted(partition.groups, key=lambda group: group.number))
+        return self.result(rollout_id, sorted(partition.groups, key=lambda group: group.number), step.age_s)
+
+    def plan(self, rollout_id: int) -> None:
+        """Say how many Groups are at work beyond the debt in this step, and how many the next one begins with."""
+        config = self.config
+        ahead = config.agentic_prelaunch and not self.is_last(rollout_id)
+        self.residents.margin = config.n_work_groups - config.rollout_batch_size
+        self.residents.next_work = config.n_work_groups if ahead else 0
 
     def is_last(self, rollout_id: int) -> bool:
         """Whether no step comes after this one."""
@@ -144,17 +150,17 @@ class Work:
         if failure is not None:
             raise failure
 
-    def result(self, step: Step, groups: Sequence[ScoredGroup]) -> StepResult:
-        """What the closed step yields; the tally begins anew."""
+    def result(self, rollout_id: int, groups: Sequence[ScoredGroup], seconds: float) -> StepResult:
+        """What a step that was open for `seconds` yields; the tally begins anew."""
         tally, self.residents.tally = self.residents.tally, Tally()
         return StepResult(
-            rollout_id=step.rollout_id,
+            rollout_id=rollout_id,
             groups=tuple(groups),
             n_dropped=tally.n_dropped,
             n_failed_sessions=tally.n_failed_sessions,
             n_stale_groups=tally.n_stale,
             n_set_aside_rows=len(self.rows.set_aside_rows),
-            seconds=step.age_s,
+            seconds=seconds,
         )
 
     # --- closing ----------------------------------------------------------------------------------------------
@@ -204,9 +210,10 @@ class Work:
         if self.residents.generation.is_open:
             return
         self.residents.generation.open()
+        most = self.config.partial_rollout_max_aborted_count if self.config.partial_rollout else math.inf
         for resident in self.residents.leased:
             for session in resident.group.sessions:
-                session.unpark(self.config.partial_rollout_max_aborted_count)
+                session.unpark(most)
         self.residents.update()
 
     # --- evidence ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,31 @@ from relax_trio.ids import WeightVersion
 def version_of(n_phases: int) -> WeightVersion:
     """Name of the weights after `n_phases` optimizer phases: "0" are the checkpoint's own."""
     return WeightVersion(str(n_phases))
+
+
+class Phase(Protocol):
+    """An optimizer phase that takes its rows as they come; the block it lives in is the phase."""
+
+    async def consume(self, samples: Sequence[Sample]) -> None:
+        """Train on some rows of the step.
+
+        Gradients add up until `--global-batch-size` rows were consumed; then the optimizer makes a step. Cut into any
+        batches, the same rows in the same order give the same optimizer steps, up to rounding.
+
+        Args:
+          samples: rows, each with its `advantage`; all contexts of a Session in one call.
+
+        Raises:
+          TrainError: the rows cannot be trained on, or the training failed; the phase has to be left.
+
+        Cancellation: as `Trainer.step`; the phase has to be left.
+        """
+        ...
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics as `Trainer.step` returns them. Only after the block was left in order."""
+        ...
 
 
 class Trainer(Protocol):
@@ -46,6 +72,19 @@ class Trainer(Protocol):
 
         Cancellation: the weights are those from before the phase or those after it, never between: `weight_version`
         says which.
+        """
+        ...
+
+    def phase(self, rollout_id: int) -> AbstractAsyncContextManager[Phase]:
+        """Open the optimizer phase of rollout step `rollout_id`, for rows that come while rollout goes on.
+
+        Leaving the block in order makes the last optimizer step, if rows are left for one, and counts the phase.
+        Leaving it by an exception undoes the whole phase.
+
+        Raises (on leaving):
+          TrainError: no row had a trained token, or the last step failed; the trainer is as before the phase.
+
+        Cancellation: the phase is undone, or has ended; `weight_version` says which.
         """
         ...
 

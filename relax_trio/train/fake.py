@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
@@ -22,19 +23,23 @@ class FakeTrainer:
     """`Trainer` whose phases last `step_s` and change nothing but the version.
 
     Attributes:
-      step_s: seconds of a phase on Trio's clock.
+      step_s: seconds of a phase on Trio's clock; of its end, where it takes its rows as they come.
+      consume_s: seconds of consuming one batch of such a phase.
       save_s: seconds of a save; the checkpoint it writes is complete but holds no model.
       failures: rollout id → error that its phase raises after `step_s`.
       n_phases: completed phases.
       steps: (rollout id, rows) of every phase begun, in order.
+      batches: (time, rollout id, rows) of every batch consumed, in order.
       saves: (path, state) of every checkpoint, in order.
     """
 
     step_s: float = 1.0
+    consume_s: float = 0.0
     save_s: float = 0.0
     failures: Mapping[int, TrainError] = field(factory=dict)
     n_phases: int = 0
     steps: list[tuple[int, tuple[Sample, ...]]] = field(factory=list, init=False)
+    batches: list[tuple[float, int, int]] = field(factory=list, init=False)
     saves: list[tuple[Path, JsonObject]] = field(factory=list, init=False)
 
     @property
@@ -49,9 +54,15 @@ class FakeTrainer:
         if rollout_id in self.failures:
             raise self.failures[rollout_id]
         self.n_phases += 1
-        names = ("loss", "grad_norm", "lr", "entropy", "ppo_kl", "pg_clipfrac", "rollout_logprob_abs_diff")
-        n_tokens = sum(sum(sample.loss_mask) for sample in samples)
-        return {f"train/{name}": 0.0 for name in names} | {"train/n_tokens": float(n_tokens)}
+        return _metrics(samples)
+
+    @asynccontextmanager
+    async def phase(self, rollout_id: int) -> AsyncIterator[_FakePhase]:
+        """See `Trainer.phase`. Cancellation: at once, version unchanged."""
+        phase = _FakePhase(self, rollout_id)
+        yield phase
+        await self.step(rollout_id, phase.rows)
+        phase.is_done = True
 
     def weights(self) -> WeightSource:
         """See `Trainer.weights`: no tensors."""
@@ -63,3 +74,31 @@ class FakeTrainer:
         path = write_checkpoint(directory, self.n_phases, lambda _: None, state)
         self.saves.append((path, state))
         return path
+
+
+@define(eq=False)
+class _FakePhase:
+    """See `Phase`."""
+
+    trainer: FakeTrainer
+    rollout_id: int
+    rows: list[Sample] = field(factory=list)
+    is_done: bool = False
+
+    async def consume(self, samples: Sequence[Sample]) -> None:
+        """See `Phase.consume`."""
+        self.trainer.batches.append((trio.current_time(), self.rollout_id, len(samples)))
+        await trio.sleep(self.trainer.consume_s)
+        self.rows += samples
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `Phase.metrics`."""
+        assert self.is_done, "metrics of a phase that has not ended"
+        return _metrics(self.rows)
+
+
+def _metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    names = ("loss", "grad_norm", "lr", "entropy", "ppo_kl", "pg_clipfrac", "rollout_logprob_abs_diff")
+    n_tokens = sum(sum(sample.loss_mask) for sample in samples)
+    return {f"train/{name}": 0.0 for name in names} | {"train/n_tokens": float(n_tokens)}

@@ -12,7 +12,7 @@ from relax_trio.config.tree import Config, EvalConfig, RolloutConfig, TrainConfi
 from relax_trio.data.rows import RowStream
 from relax_trio.errors import TrainError
 from relax_trio.loop.evidence import Evidence
-from relax_trio.loop.train import TrainLoop
+from relax_trio.loop.steps import TrainLoop
 from relax_trio.observe.metrics import read_metrics
 from relax_trio.runtime.evaluate import EvalDataset
 from relax_trio.sync.cpu import InlineCpuPool
