@@ -11,6 +11,7 @@ import trio
 
 from relax_trio.runtime.engine import Engine
 from relax_trio.runtime.stop import Stop
+from relax_trio.sync.debug import dump_on_signal
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ async def _main(
     with evidence():
         async with trio.open_nursery() as nursery:
             await nursery.start(stop.watch, name="signals")
+            await nursery.start(dump_on_signal, say, name="task dumps")
             with stop.run():
                 results.append(await body(stop))
             nursery.cancel_scope.cancel(reason="the run ended")

@@ -128,5 +128,6 @@ class TrainLoop:
                 scorer=self.work.scorer,
                 session_retries=self.config.rollout.agentic_session_retries,
                 agent_retries=self.config.rollout.agentic_agent_retries,
+                heartbeat_s=self.config.output.stall_warning,
             )
             self.evidence.evaluation(n_done, await evaluation.run())

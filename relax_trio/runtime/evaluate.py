@@ -16,6 +16,7 @@ from relax_trio.runtime.group import Complete, Group
 from relax_trio.runtime.leases import LeaseDesk
 from relax_trio.runtime.samples import build_samples
 from relax_trio.runtime.shared import Shared, TurnLimits
+from relax_trio.runtime.stall import watch_stalls
 
 
 @frozen(kw_only=True)
@@ -50,7 +51,12 @@ class EvalResult:
 
 @define(eq=False, kw_only=True)
 class Evaluation:
-    """One run over one dataset."""
+    """One run over one dataset.
+
+    Attributes:
+      session_retries, agent_retries: see `Group`.
+      heartbeat_s: waits that are longer are told.
+    """
 
     dataset: EvalDataset
     shared: Shared
@@ -58,6 +64,8 @@ class Evaluation:
     scorer: RewardScorer
     session_retries: int = 2
     agent_retries: int = 0
+    heartbeat_s: float = 60.0
+    _live: list[Group] = field(factory=list)
     _results: dict[int, list[Sample]] = field(factory=dict)
 
     async def run(self) -> EvalResult:
@@ -72,12 +80,10 @@ class Evaluation:
         dataset = self.dataset
         total = len(dataset.tasks) * dataset.n_samples
         emit("eval.started", dataset=dataset.name, sessions=total)
-        permits = trio.CapacityLimiter(dataset.concurrency * dataset.n_samples)
-        async with trio.open_nursery() as nursery:
-            for number in range(total):
-                group = self._group(number)
-                await permits.acquire_on_behalf_of(group)
-                nursery.start_soon(self._run_one, group, permits, name=f"eval {dataset.name} {group.id}")
+        async with trio.open_nursery() as watch:
+            watch.start_soon(watch_stalls, f"eval {dataset.name}", lambda: self._live, self.heartbeat_s, name="stalls")
+            await self._run_all(total)
+            watch.cancel_scope.cancel(reason=f"eval {dataset.name} rolled out")
         samples = [sample for number in sorted(self._results) for sample in self._results[number]]
         await self.scorer.score(samples, evaluation=True)
         result = EvalResult(
@@ -88,6 +94,16 @@ class Evaluation:
         )
         emit("eval.completed", dataset=dataset.name, sessions=total, failed=result.n_failed, seconds=result.seconds)
         return result
+
+    async def _run_all(self, total: int) -> None:
+        """Roll out every row, E_d Sessions at a time."""
+        permits = trio.CapacityLimiter(self.dataset.concurrency * self.dataset.n_samples)
+        async with trio.open_nursery() as nursery:
+            for number in range(total):
+                group = self._group(number)
+                await permits.acquire_on_behalf_of(group)
+                self._live.append(group)
+                nursery.start_soon(self._run_one, group, permits, name=f"eval {self.dataset.name} {group.id}")
 
     def _group(self, number: int) -> Group:
         row, repeat = divmod(number, self.dataset.n_samples)
@@ -110,5 +126,6 @@ class Evaluation:
             outcome = await group.run()
         finally:
             permits.release_on_behalf_of(group)
+            self._live.remove(group)
         if isinstance(outcome, Complete):
             self._results[group.number] = build_samples(group, outcome, self.shared.codec)

@@ -46,6 +46,7 @@ class Group:
       leases: where the Group stands in line for its lease.
       generation: gate of its attempts.
       n_failed_sessions: Sessions that failed so far, those that were tried again included.
+      completed_s: when its last Session completed.
       session_retries, agent_retries: new Sessions at a place after a failure outside, or of, the agent.
     """
 
@@ -62,6 +63,7 @@ class Group:
     session_retries: int = 2
     agent_retries: int = 0
     n_failed_sessions: int = 0
+    completed_s: float | None = None
     barrier: PresenceBarrier = field(init=False)
     lease: trio.Event = field(factory=trio.Event)
     _scope: trio.CancelScope = field(factory=trio.CancelScope)
@@ -91,10 +93,6 @@ class Group:
         sessions = self.sessions
         return bool(sessions) and all(session.is_interrupted for session in sessions)
 
-    def long_waits(self, seconds: float) -> list[str]:
-        """What the Group has waited for longer than `seconds`: the chain from place to request to its wait."""
-        return [f"{session.place} {wait}" for session in self.sessions for wait in session.long_waits(seconds)]
-
     async def run(self) -> GroupOutcome:
         """Run every place to its end.
 
@@ -112,6 +110,7 @@ class Group:
                 nursery.cancel_scope.cancel(reason=f"all places of {self.id} ended")
         sessions = tuple(outcome for outcome in self._completed if outcome is not None)
         if len(sessions) == self.n_places:
+            self.completed_s = trio.current_time()
             return Complete(sessions=sessions)
         assert self._dropped is not None, "a Group ends complete or dropped"
         return self._dropped

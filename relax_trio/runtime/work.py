@@ -19,9 +19,11 @@ from relax_trio.data.rows import RowStream
 from relax_trio.data.task import TaskInput
 from relax_trio.events import emit
 from relax_trio.reward.reward import RewardScorer
+from relax_trio.runtime.group import Group
 from relax_trio.runtime.ledger import Ledger, Partition, ScoredGroup
 from relax_trio.runtime.residents import Resident, Residents
 from relax_trio.runtime.shared import Shared, TurnLimits
+from relax_trio.runtime.stall import watch_stalls
 from relax_trio.runtime.step import Step, StepResult, Tally
 
 
@@ -133,6 +135,7 @@ class Work:
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._heartbeat, step, name=f"heartbeat of step {step.rollout_id}")
+            nursery.start_soon(watch_stalls, f"step {step.rollout_id}", self._groups, self.heartbeat_s, name="stalls")
             yield
             nursery.cancel_scope.cancel(reason=f"step {step.rollout_id} closed")
         failure = self.residents.failure
@@ -216,6 +219,9 @@ class Work:
                 session.unpark(most)
         self.residents.update()
 
+    def _groups(self) -> list[Group]:
+        return [resident.group for resident in self.residents.all]
+
     # --- evidence ---------------------------------------------------------------------------------------------
 
     async def _heartbeat(self, step: Step) -> None:
@@ -229,14 +235,3 @@ class Work:
                 prepared=self.residents.desk.n_ready,
                 at_work=len(self.residents.leased),
             )
-            for resident in self.residents.all:
-                group = resident.group
-                waits = group.long_waits(self.heartbeat_s)
-                if waits:
-                    emit(
-                        "group.stalled",
-                        rollout=step.rollout_id,
-                        group=group.id,
-                        leased=group.lease.is_set(),
-                        waits="; ".join(waits),
-                    )

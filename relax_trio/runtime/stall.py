@@ -1,0 +1,74 @@
+"""Nothing waits unseen: long waits are told with the chain of their owners and what each waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import trio
+from attrs import frozen
+
+from relax_trio.events import emit
+from relax_trio.runtime.call import Call
+from relax_trio.runtime.group import Group
+from relax_trio.runtime.session import Session
+
+
+@frozen(kw_only=True)
+class Wait:
+    """One long wait.
+
+    Attributes:
+      chain: names of the owners, the innermost last: Group, Session, request, attempt, as far down as it goes.
+      waits_for: what the innermost waits for.
+      seconds: since when.
+    """
+
+    chain: tuple[str, ...]
+    waits_for: str
+    seconds: float
+
+
+async def watch_stalls(owner: str, groups: Callable[[], Iterable[Group]], interval_s: float) -> None:
+    """Look every `interval_s` seconds for waits that are as long; runs until it is cancelled.
+
+    Args:
+      owner: who owns the Groups: the head of every chain, e.g. "step 3".
+      groups: those that live now.
+    """
+    while True:
+        await trio.sleep(interval_s)
+        for group in groups():
+            for wait in long_waits(group, interval_s):
+                emit(
+                    "wait.stalled",
+                    chain=" > ".join((owner, *wait.chain)),
+                    waits_for=wait.waits_for,
+                    seconds=round(wait.seconds),
+                )
+
+
+def long_waits(group: Group, seconds: float) -> list[Wait]:
+    """What a Group has waited for longer than `seconds`; its reward, once its last process is gone."""
+    name = f"{group.id} ({'leased' if group.lease.is_set() else 'in Prepare'})"
+    if not group.sessions:
+        since = trio.current_time() - group.completed_s if group.completed_s is not None else 0.0
+        return [Wait(chain=(name,), waits_for="reward", seconds=since)] if since >= seconds else []
+    waits = [wait for session in group.sessions for wait in _session_waits(session, seconds)]
+    return [Wait(chain=(name, *wait.chain), waits_for=wait.waits_for, seconds=wait.seconds) for wait in waits]
+
+
+def _session_waits(session: Session, seconds: float) -> list[Wait]:
+    """Long waits of live requests; of the agent itself where it has none."""
+    now, name = trio.current_time(), session.name
+    live = [call for call in session.calls if not call.done.is_set()]
+    if not live:
+        since = now - max((call.settled_s or 0.0 for call in session.calls), default=session.started_s)
+        what = "its agent's next model call" if session.calls else "its agent's first model call"
+        return [Wait(chain=(name,), waits_for=what, seconds=since)] if since >= seconds else []
+    return [_request_wait(name, call, now) for call in live if now - call.accepted_s >= seconds]
+
+
+def _request_wait(session: str, call: Call, now: float) -> Wait:
+    chain = (session, str(call.request_id)) if call.flight is None else (session, str(call.request_id), call.flight.rid)
+    what = {"gate": "the generation gate", "permit": "an attempt permit", "lease": "the lease of its Group"}
+    return Wait(chain=chain, waits_for=what.get(call.waiting_for, call.waiting_for), seconds=now - call.accepted_s)
