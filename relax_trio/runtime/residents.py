@@ -35,20 +35,25 @@ class Resident:
     """One Group and what its owner knows of it.
 
     Attributes:
-      scope: around the Group and its reward.
+      scope: around its reward, and around the Group.
       vacated: its last process is gone and its permit is back.
       ended: it is scored or dropped, and accounted for.
+      why_dropped: the first reason given to `drop`.
     """
 
     group: Group
+    why_dropped: str | None = None
     scope: trio.CancelScope = field(factory=trio.CancelScope)
     vacated: trio.Event = field(factory=trio.Event)
     ended: trio.Event = field(factory=trio.Event)
 
     def drop(self, reason: str) -> None:
-        """End the Group, or its reward; plain."""
-        self.group.drop(reason)
-        self.scope.cancel(reason=f"drop {self.group.id}: {reason}")
+        """End the Group, or its reward where its processes are gone; plain."""
+        self.why_dropped = self.why_dropped or reason
+        if self.vacated.is_set():
+            self.scope.cancel(reason=f"drop {self.group.id}: {reason}")
+        else:
+            self.group.drop(reason)
 
 
 @define(eq=False, kw_only=True)
@@ -220,11 +225,11 @@ class Residents:
                 finally:
                     self._permits.release_on_behalf_of(permit)
                     resident.vacated.set()
-                if isinstance(outcome, Complete):
+                if isinstance(outcome, Complete) and resident.why_dropped is None:
                     scored = await self._score(group, outcome)
         finally:
             del self._alive[group]
-            self._account(group, outcome, scored)
+            self._account(resident, outcome, scored)
             resident.ended.set()
             self.update()
 
@@ -246,8 +251,9 @@ class Residents:
             reports=tuple(session.report for session in outcome.sessions),
         )
 
-    def _account(self, group: Group, outcome: Complete | Dropped, scored: ScoredGroup | None) -> None:
+    def _account(self, resident: Resident, outcome: Complete | Dropped, scored: ScoredGroup | None) -> None:
         """Pay or return the row. Plain: nothing can come between."""
+        group = resident.group
         self.tally.n_failed_sessions += group.n_failed_sessions
         if isinstance(outcome, Complete):
             self._failures_in_a_row = 0
@@ -255,14 +261,19 @@ class Residents:
             emit("group.scored", group=group.id)
             return
         self.tally.n_dropped += 1
-        surplus = "its reward was not needed or failed" if scored is None else "surplus at the close of the step"
-        reason = outcome.reason if isinstance(outcome, Dropped) else surplus
-        emit("group.dropped", group=group.id, reason=reason)
+        emit("group.dropped", group=group.id, reason=self._why_dropped(resident, outcome, scored))
         failure = outcome.failure if isinstance(outcome, Dropped) else None
         if failure is None:
             self.rows.give_back(group.task)
         else:
             self._count_failure(group, failure)
+
+    def _why_dropped(self, resident: Resident, outcome: Complete | Dropped, scored: ScoredGroup | None) -> str:
+        if isinstance(outcome, Dropped):
+            return outcome.reason
+        if scored is not None:
+            return "surplus at the close of the step"
+        return resident.why_dropped or "it could not be scored"
 
     def _count_failure(self, group: Group, failure: Failed) -> None:
         """A row whose agents fail too often is set aside; a run in which nothing but failures happens ends."""

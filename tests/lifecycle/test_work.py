@@ -338,3 +338,24 @@ def test_the_check_of_conservation_finds_a_lost_a_doubled_and_an_invented_row():
     for wrong in ([0], [0, 1, 2], [0, 2, 2], [0, 3]):
         with pytest.raises(AssertionError):
             check_conserved(stream(), Counter(wrong))
+
+
+async def test_a_dropped_group_is_told_why(autojump_clock, events):
+    """G2 is at work, G3 in Reward when the step closes; both end at once and name the close."""
+
+    class Scorer:
+        config = RewardConfig()
+
+        async def score(self, samples, *, evaluation=False):
+            await trio.sleep(500 if samples[0].row == 3 else 0)
+
+    async def agent(agent):
+        await trio.sleep(100 if agent.session_input["metadata"]["row"] == 2 else 0)
+        await one_turn_agent(agent)
+
+    async with open_work(agent, n_samples_per_prompt=1, over_sampling_batch_size=4, reward=Scorer()) as work:
+        await work.run_step(0)
+        assert trio.current_time() == 3.0
+
+    dropped = {e.fields["group"]: e.fields["reason"] for e in events if e.name == "group.dropped"}
+    assert dropped == {"G2": "the step closed", "G3": "the step closed"}
