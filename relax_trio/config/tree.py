@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attrs import Factory, field, frozen
 
-from relax_trio.config.option import fraction, grace, not_negative, option, positive
+from relax_trio.config.option import fraction, grace, log_room, module_names, not_negative, option, positive
 
 
 @frozen(kw_only=True)
@@ -32,6 +32,13 @@ class AgentConfig:
     )
     agent_env_clear: bool = option(False, "Start from a minimal environment instead of the parent's.")
     agent_login_shell: bool = option(False, "Run the command with bash -lc.", why="login files are slow and surprising")
+    agent_preload: tuple[str, ...] = option(
+        (),
+        "Start agents as forks of a warm parent that has these modules imported; "
+        "the command must be PYTHON FILE|-m MODULE ARGS.",
+        metavar="MODULE[,MODULE…]",
+        check=module_names,
+    )
     agent_timeout: float = option(
         1800.0,
         "Active-time budget of a Session.",
@@ -42,11 +49,23 @@ class AgentConfig:
     agent_term_grace: float = option(
         5.0, "Time between SIGTERM and SIGKILL when an agent is ended.", unit="s", check=grace
     )
+    agent_log_bytes: int = option(
+        16 * 1024 * 1024,
+        "Most of run.log that is kept: its start and its newest part.",
+        unit="bytes",
+        why="an agent that floods its output must not fill the disk",
+        check=log_room,
+    )
     keep_session_dirs: str = option(
         "failed",
         "Which Sessions' IO directories are kept under RUN_DIR/sessions.",
         choices=("never", "failed", "always"),
     )
+
+    @property
+    def preload_modules(self) -> tuple[str, ...]:
+        """The names in `agent_preload`, each word of which may hold several between commas."""
+        return tuple(name for word in self.agent_preload for name in word.split(","))
 
 
 @frozen(kw_only=True)
@@ -105,6 +124,11 @@ class RolloutConfig:
     agentic_tool_call_parser: str | None = option(None, "Tool-call parser by its SGLang name.", metavar="NAME")
     agentic_unechoed_reasoning: str = option(
         "restore", "What an assistant message without its reasoning means.", choices=("restore", "fork")
+    )
+    dedup_shared_turns: bool = option(
+        False,
+        "Train a response that several contexts of a Session hold in the first of them only.",
+        why="each context is complete by itself",
     )
     agentic_prelaunch: bool = option(
         False,
@@ -204,7 +228,19 @@ class RewardConfig:
     """Reward and credit."""
 
     custom_rm_path: str | None = option(None, "Reward hook package.module.function.", metavar="PATH")
+    group_rm: bool = option(False, "The reward hook is given a whole Group: rm(args, samples) returns a list.")
+    agentic_custom_advantage_path: str | None = option(
+        None, "Hook that gives every exported context its credit, package.module.function.", metavar="PATH"
+    )
+    dynamic_sampling_filter_path: str | None = option(
+        None,
+        "Hook keep(args, samples) that says which Groups are trained on; "
+        "relax_trio.reward.filters.check_reward_nonzero_std drops those of equal rewards.",
+        metavar="PATH",
+    )
+    log_passrate: bool = option(False, "Log pass@k over Sessions: a primary reward of 1 is a pass.")
     reward_key: str | None = option(None, "Key of the primary reward in a reward object.", metavar="KEY")
+    rm_concurrency: int = option(64, "Reward hook calls in flight at once.", check=positive)
     rm_timeout: float = option(600.0, "Time limit of one reward hook call.", unit="s", check=positive)
     advantage_estimator: str = option("grpo", "How rewards become credit.", choices=("grpo",))
     grpo_std_normalization: bool = option(True, "Divide the centred reward by the Group's standard deviation.")

@@ -95,7 +95,7 @@ class Sample:
       row: dataset row.
       messages: canonical messages of the context.
       turn_lens: generated tokens of each assistant turn.
-      advantage: base credit of the row, set by credit.
+      advantage: base credit of the row, or one number for each assistant turn, set by credit.
     """
 
     prompt: JsonValue
@@ -118,5 +118,5 @@ class Sample:
     row: int
     messages: tuple[Message, ...]
     turn_lens: tuple[int, ...]
-    advantage: float | None = None
+    advantage: float | tuple[float, ...] | None = None
     output_metadata: JsonObject = field(factory=dict)

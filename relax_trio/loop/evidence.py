@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from attrs import frozen
 
 from relax_trio.config.tree import Config
 from relax_trio.data.json import JsonObject, parse_json
+from relax_trio.data.sample import Sample
 from relax_trio.errors import ConfigError, RunFailed, boundary
 from relax_trio.events import emit
 from relax_trio.observe.dump import session_facts, write_rollout_dump
 from relax_trio.observe.metrics import MetricsWriter, rollout_metrics
+from relax_trio.observe.passrate import pass_rates
 from relax_trio.observe.rundir import EVAL_FILE
 from relax_trio.runtime.evaluate import EvalResult
 from relax_trio.runtime.step import StepResult
@@ -55,6 +58,7 @@ class Evidence:
         seconds = times["perf/rollout_time"]
         metrics = {
             **rollout,
+            **self._pass_rates(result.samples, "rollout", by_row=False),
             **_runtime_metrics(result),
             **times,
             "perf/rollout_tokens_per_s": n_generated / seconds if seconds else 0.0,
@@ -71,6 +75,13 @@ class Evidence:
             rollout_s=seconds,
             train_s=times.get("perf/train_time"),
         )
+
+    def _pass_rates(self, samples: Sequence[Sample], prefix: str, *, by_row: bool) -> dict[str, float]:
+        """pass@k under `prefix`, where it is asked for."""
+        if not self.config.reward.log_passrate:
+            return {}
+        rates = pass_rates(samples, reward_key=self.config.reward.reward_key, by_row=by_row)
+        return {f"{prefix}/{name}": value for name, value in rates.items()}
 
     async def dump(self, result: StepResult) -> None:
         """Write the step's samples where `--save-debug-rollout-data` says.
@@ -107,6 +118,7 @@ class Evidence:
             f"eval/{result.name}": mean,
             f"eval/{result.name}/n_sessions": metrics["rollout/n_sessions"],
             f"eval/{result.name}/n_failed": result.n_failed,
+            **self._pass_rates(result.samples, f"eval/{result.name}", by_row=True),
             "perf/eval_time": result.seconds,
         }
         with (
@@ -128,6 +140,7 @@ def _runtime_metrics(result: StepResult) -> dict[str, float]:
         "rollout/n_dropped_groups": result.n_dropped,
         "rollout/n_failed_sessions": result.n_failed_sessions,
         "rollout/n_set_aside_rows": result.n_set_aside_rows,
+        "rollout/n_filtered_groups": result.n_filtered_groups,
         "rollout/n_stale_groups": result.n_stale_groups,
         "rollout/n_aborted_attempts": sum(report.n_aborted for report in reports),
         "rollout/n_restored_turns": sum(report.n_restored for report in reports),

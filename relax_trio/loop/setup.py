@@ -235,7 +235,7 @@ def eval_limits(config: Config, model_len: int) -> TurnLimits:
 
 def make_scorer(config: Config, cpu: CpuPool) -> RewardScorer:
     """Reward hooks and their limits."""
-    return RewardScorer(config.reward, hook_args(config), cpu)
+    return RewardScorer(config.reward, hook_args(config), cpu, max_calls=config.reward.rm_concurrency)
 
 
 def seed_globals(seed: int) -> None:

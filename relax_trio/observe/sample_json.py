@@ -26,7 +26,7 @@ def sample_to_json(sample: Sample) -> JsonObject:
         "row": sample.row,
         "status": sample.status,
         "reward": sample.reward,
-        "advantage": sample.advantage,
+        "advantage": list(sample.advantage) if isinstance(sample.advantage, tuple) else sample.advantage,
         "label": sample.label,
         "metadata": sample.metadata,
         "output_metadata": sample.output_metadata,
@@ -75,7 +75,7 @@ def sample_from_json(value: JsonObject) -> Sample:
         row=fields["row"],
         messages=tuple(message_from_json(message) for message in fields["messages"]),
         turn_lens=tuple(fields["turn_lens"]),
-        advantage=fields["advantage"],
+        advantage=_credit(fields["advantage"]),
     )
 
 
@@ -114,3 +114,7 @@ def _content(value: Any) -> Content:
 
 def _part(part: dict[str, Any]) -> Part:
     return TextPart(part["text"]) if part["type"] == "text" else ImagePart(part["image_url"]["url"])
+
+
+def _credit(value: Any) -> float | tuple[float, ...] | None:
+    return tuple(value) if isinstance(value, list) else value  # type: ignore[no-any-return]  # it was a number or null

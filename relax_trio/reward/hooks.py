@@ -20,7 +20,7 @@ from attrs import frozen
 import relax_trio.reward
 import relax_trio.sync
 from relax_trio.config.hook_path import import_hook
-from relax_trio.errors import ConfigError, RewardError
+from relax_trio.errors import ConfigError, CreditError, RewardError
 from relax_trio.sync.cpu import CpuPool
 
 MAX_TRACEBACK_CHARS = 4000
@@ -28,6 +28,8 @@ MAX_TRACEBACK_CHARS = 4000
 
 MAX_SUMMARY_CHARS = 500
 """The beginning of a hook's exception that an error repeats."""
+
+HookError = RewardError | CreditError
 
 _ASYNCIO_SIGNS = ("no running event loop", "trio.run received unrecognized yield message")
 
@@ -91,7 +93,13 @@ def _keywords(flag: str, path: str, fn: Callable[..., Any], parameters: tuple[st
 
 
 async def call_hook(
-    hook: Hook, *args: object, place: str, cpu: CpuPool, limit_s: float, optional: Mapping[str, object] | None = None
+    hook: Hook,
+    *args: object,
+    place: str,
+    cpu: CpuPool,
+    limit_s: float,
+    optional: Mapping[str, object] | None = None,
+    error: type[HookError] = RewardError,
 ) -> object:
     """Call a hook and return what it returns.
 
@@ -101,52 +109,60 @@ async def call_hook(
       cpu: where a sync hook runs; its time counts from the moment it has a thread.
       limit_s: the most seconds the call may take.
       optional: keywords passed as far as the hook takes them.
+      error: what its failure becomes.
 
     Raises:
-      RewardError: the hook raised, or its time was over. The message names hook and place and ends with the traceback
-        of the hook's own code.
+      RewardError, CreditError (`error`): the hook raised, or its time was over. The message names hook and place and
+        ends with the traceback of the hook's own code.
 
     Cancellation: an async hook is cancelled; a sync one goes on in its thread, its result dropped.
     """
     keywords = hook.accepted(optional or {})
     if not hook.is_async:
         try:
-            result = await cpu.run_within(limit_s, _call_sync, hook, place, args, keywords)
+            result = await cpu.run_within(limit_s, _call_sync, hook, place, args, keywords, error)
         except trio.TooSlowError:
-            raise _too_slow(hook, place, limit_s) from None
+            raise error(_too_slow(hook, place, limit_s)) from None
         if not inspect.isawaitable(result):
             return result
     # The deadline lies outside the guard: a TooSlowError of the hook's own is the hook's failure, not our time limit.
-    with trio.move_on_after(limit_s) as scope, _foreign(hook, place):
+    with trio.move_on_after(limit_s) as scope, _foreign(hook, place, error):
         return await (hook.fn(*args, **keywords) if hook.is_async else result)
     assert scope.cancelled_caught, "the block is left by return, by error or by its deadline"
-    raise _too_slow(hook, place, limit_s)
+    raise error(_too_slow(hook, place, limit_s))
 
 
-def _call_sync(hook: Hook, place: str, args: tuple[object, ...], keywords: dict[str, object]) -> Any:
-    with _foreign(hook, place):
+def _call_sync(
+    hook: Hook, place: str, args: tuple[object, ...], keywords: dict[str, object], error: type[HookError]
+) -> Any:
+    with _foreign(hook, place, error):
         return hook.fn(*args, **keywords)
 
 
 @contextmanager
-def _foreign(hook: Hook, place: str) -> Iterator[None]:
-    """Everything that the hook raises becomes one RewardError."""
+def _foreign(hook: Hook, place: str, error: type[HookError]) -> Iterator[None]:
+    """Everything that the hook raises becomes one `error`."""
     try:
         yield
     except (Exception, SystemExit) as exc:  # code of the user: it may raise anything; all of it is the hook's failure
-        raise RewardError(_story(hook, place, exc)) from exc
+        raise error(_story(hook, place, exc)) from exc
 
 
-def _too_slow(hook: Hook, place: str, limit_s: float) -> RewardError:
-    return RewardError(
-        f"session {place}: {hook.flag} {hook.path} did not answer within {limit_s:g} s; "
+def _too_slow(hook: Hook, place: str, limit_s: float) -> str:
+    return (
+        f"{_named(place)}: {hook.flag} {hook.path} did not answer within {limit_s:g} s; "
         "make it faster or raise --rm-timeout"
     )
 
 
+def _named(place: str) -> str:
+    """A Session by its place, a Group by its own name."""
+    return f"session {place}" if "/" in place else f"group {place}"
+
+
 def _story(hook: Hook, place: str, exc: BaseException) -> str:
     """Name hook, place and exception; then the advice where one is known; then the hook's own frames."""
-    lines = [f"session {place}: {hook.flag} {hook.path} raised {type(exc).__name__}: {str(exc)[:MAX_SUMMARY_CHARS]}"]
+    lines = [f"{_named(place)}: {hook.flag} {hook.path} raised {type(exc).__name__}: {str(exc)[:MAX_SUMMARY_CHARS]}"]
     if any(sign in str(exc) for sign in _ASYNCIO_SIGNS):
         lines.append(
             "The hook uses asyncio, but hooks are awaited on Trio's loop: use a Trio library (httpx, anyio), or make "

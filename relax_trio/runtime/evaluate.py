@@ -1,4 +1,7 @@
-"""Evaluation of one dataset: every row rolled out `n_samples` times as singleton Groups, scored, never trained on."""
+"""Evaluation of one dataset: every row rolled out `n_samples` times, scored, never trained on.
+
+Every Session is a Group of its own, unless the reward hook is given whole Groups (`--group-rm`): then a row is one Group.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class Evaluation:
         result = EvalResult(
             name=dataset.name,
             samples=tuple(samples),
-            n_failed=total - len(self._results),
+            n_failed=total - sum(len({sample.place for sample in rows}) for rows in self._results.values()),
             seconds=trio.current_time() - started_s,
         )
         emit("eval.completed", dataset=dataset.name, sessions=total, failed=result.n_failed, seconds=result.seconds)
@@ -97,21 +100,25 @@ class Evaluation:
 
     async def _run_all(self, total: int) -> None:
         """Roll out every row, E_d Sessions at a time."""
-        permits = trio.CapacityLimiter(self.dataset.concurrency * self.dataset.n_samples)
+        permits = trio.CapacityLimiter(self.dataset.concurrency * self.dataset.n_samples // self._n_places)
         async with trio.open_nursery() as nursery:
-            for number in range(total):
+            for number in range(total // self._n_places):
                 group = self._group(number)
                 await permits.acquire_on_behalf_of(group)
                 self._live.append(group)
                 nursery.start_soon(self._run_one, group, permits, name=f"eval {self.dataset.name} {group.id}")
 
+    @property
+    def _n_places(self) -> int:
+        return self.dataset.n_samples if self.scorer.config.group_rm else 1
+
     def _group(self, number: int) -> Group:
-        row, repeat = divmod(number, self.dataset.n_samples)
+        row, repeat = divmod(number * self._n_places, self.dataset.n_samples)
         return Group(
             id=group_id(number, evaluation=True),
             number=number,
             task=self.dataset.tasks[row],
-            n_places=1,
+            n_places=self._n_places,
             first_sample=repeat,
             mode="eval",
             limits=self.limits,

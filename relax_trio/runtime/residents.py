@@ -17,7 +17,7 @@ from relax_trio.data.rows import RowStream
 from relax_trio.errors import CreditError, RelaxTrioError, RewardError, RunFailed
 from relax_trio.events import emit
 from relax_trio.ids import group_id
-from relax_trio.reward.credit import assign_credit
+from relax_trio.reward.judge import judge_group
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.demand import Demand, Standing, demand
 from relax_trio.runtime.group import Complete, Dropped, Group
@@ -39,10 +39,12 @@ class Resident:
       vacated: its last process is gone and its permit is back.
       ended: it is scored or dropped, and accounted for.
       why_dropped: the first reason given to `drop`.
+      filtered: why it is not worth training on, if a filter or the custom advantage said so.
     """
 
     group: Group
     why_dropped: str | None = None
+    filtered: str | None = None
     scope: trio.CancelScope = field(factory=trio.CancelScope)
     vacated: trio.Event = field(factory=trio.Event)
     ended: trio.Event = field(factory=trio.Event)
@@ -226,22 +228,23 @@ class Residents:
                     self._permits.release_on_behalf_of(permit)
                     resident.vacated.set()
                 if isinstance(outcome, Complete) and resident.why_dropped is None:
-                    scored = await self._score(group, outcome)
+                    scored = await self._score(resident, outcome)
         finally:
             del self._alive[group]
             self._account(resident, outcome, scored)
             resident.ended.set()
             self.update()
 
-    async def _score(self, group: Group, outcome: Complete) -> ScoredGroup | None:
+    async def _score(self, resident: Resident, outcome: Complete) -> ScoredGroup | None:
         """Reward and credit. A failure of either ends the run: it is the user's to mend, not to be skipped."""
-        samples = build_samples(group, outcome, self.shared.codec)
+        group, samples = resident.group, build_samples(resident.group, outcome, self.shared.codec)
         try:
-            await self.scorer.score(samples)
-            if self.assigns_credit:
-                assign_credit(samples, self.scorer.config)
+            given_up = await judge_group(samples, self.scorer, assigns_credit=self.assigns_credit)
         except (RewardError, CreditError) as exc:
             self.fail(exc)
+            return None
+        if given_up is not None:
+            resident.filtered = given_up
             return None
         return ScoredGroup(
             id=group.id,
@@ -263,7 +266,10 @@ class Residents:
         self.tally.n_dropped += 1
         emit("group.dropped", group=group.id, reason=self._why_dropped(resident, outcome, scored))
         failure = outcome.failure if isinstance(outcome, Dropped) else None
-        if failure is None:
+        if resident.filtered is not None:
+            # Its row is done: given back it would come again at once, and most likely be filtered again.
+            self.tally.n_filtered += 1
+        elif failure is None:
             self.rows.give_back(group.task)
         else:
             self._count_failure(group, failure)
@@ -273,7 +279,7 @@ class Residents:
             return outcome.reason
         if scored is not None:
             return "surplus at the close of the step"
-        return resident.why_dropped or "it could not be scored"
+        return resident.filtered or resident.why_dropped or "it could not be scored"
 
     def _count_failure(self, group: Group, failure: Failed) -> None:
         """A row whose agents fail too often is set aside; a run in which nothing but failures happens ends."""

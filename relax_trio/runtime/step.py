@@ -16,11 +16,13 @@ class Tally:
     Attributes:
       n_dropped: Groups that ended without being trained on.
       n_failed_sessions: Sessions that failed, those that were tried again included.
+      n_filtered: dropped Groups that a filter or the custom advantage gave up; their rows are done.
       n_stale: dropped Groups whose oldest turn was too old.
     """
 
     n_dropped: int = 0
     n_failed_sessions: int = 0
+    n_filtered: int = 0
     n_stale: int = 0
 
 
@@ -38,6 +40,7 @@ class StepResult:
     groups: tuple[ScoredGroup, ...]
     n_dropped: int
     n_failed_sessions: int
+    n_filtered_groups: int = 0
     n_stale_groups: int = 0
     n_set_aside_rows: int
     seconds: float

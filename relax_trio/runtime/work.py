@@ -161,6 +161,7 @@ class Work:
             groups=tuple(groups),
             n_dropped=tally.n_dropped,
             n_failed_sessions=tally.n_failed_sessions,
+            n_filtered_groups=tally.n_filtered,
             n_stale_groups=tally.n_stale,
             n_set_aside_rows=len(self.rows.set_aside_rows),
             seconds=seconds,

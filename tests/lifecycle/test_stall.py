@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import trio
 from builders_runtime import LIMITS, answer, make_tasks, open_work, user
 
 from relax_trio.backend.fake import FakeBackend
+from relax_trio.config.tree import RewardConfig
+from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
+from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.sync.debug import dump_on_signal, render_tree
 
 
@@ -58,23 +62,20 @@ async def test_a_request_that_waits_for_its_siblings_is_told(autojump_clock, eve
 
 
 async def test_a_slow_reward_is_told_and_keeps_nothing_open_that_is_paid(autojump_clock, events):
-    class Scorer:
-        config = None
-
+    class Scorer(RewardScorer):
         async def score(self, samples, *, evaluation=False):
             await trio.sleep(0 if samples[0].row else 200)
 
+    scorer = Scorer(RewardConfig(), SimpleNamespace(), InlineCpuPool())
     async with open_work(
-        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=2, reward=Scorer()
+        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=2, reward=scorer
     ) as work:
-        work.residents.assigns_credit = False
         result = await work.run_step(0)
 
     assert [group.id for group in result.groups] == ["G1"]
     assert trio.current_time() == 3.0
     assert stalls(events) == []
-    async with open_work(rollout_batch_size=1, n_samples_per_prompt=1, reward=Scorer()) as work:
-        work.residents.assigns_credit = False
+    async with open_work(rollout_batch_size=1, n_samples_per_prompt=1, reward=scorer) as work:
         await work.run_step(0)
     assert stalls(events) == [("step 0 > G0 (leased)", "reward", 117), ("step 0 > G0 (leased)", "reward", 177)]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 import zlib
 from collections import Counter
 from types import SimpleNamespace
@@ -343,19 +345,65 @@ def test_the_check_of_conservation_finds_a_lost_a_doubled_and_an_invented_row():
 async def test_a_dropped_group_is_told_why(autojump_clock, events):
     """G2 is at work, G3 in Reward when the step closes; both end at once and name the close."""
 
-    class Scorer:
-        config = RewardConfig()
-
+    class Scorer(RewardScorer):
         async def score(self, samples, *, evaluation=False):
             await trio.sleep(500 if samples[0].row == 3 else 0)
+
+    scorer = Scorer(RewardConfig(), SimpleNamespace(), InlineCpuPool())
 
     async def agent(agent):
         await trio.sleep(100 if agent.session_input["metadata"]["row"] == 2 else 0)
         await one_turn_agent(agent)
 
-    async with open_work(agent, n_samples_per_prompt=1, over_sampling_batch_size=4, reward=Scorer()) as work:
+    async with open_work(agent, n_samples_per_prompt=1, over_sampling_batch_size=4, reward=scorer) as work:
         await work.run_step(0)
         assert trio.current_time() == 3.0
 
     dropped = {e.fields["group"]: e.fields["reason"] for e in events if e.name == "group.dropped"}
     assert dropped == {"G2": "the step closed", "G3": "the step closed"}
+
+
+def install_hooks(monkeypatch, **hooks):
+    """A reward configuration whose hooks are the given functions, by flag."""
+    module = types.ModuleType("work_hooks_under_test")
+    for flag, fn in hooks.items():
+        setattr(module, flag, fn)
+    monkeypatch.setitem(sys.modules, "work_hooks_under_test", module)
+    return {flag: f"work_hooks_under_test.{flag}" for flag in hooks}
+
+
+async def test_a_filtered_group_creates_new_demand_and_its_row_is_done(autojump_clock, events, monkeypatch):
+    """Rows 0 and 2 are filtered: the step trains on 1 and 3, and nothing comes back to the data."""
+    paths = install_hooks(
+        monkeypatch, dynamic_sampling_filter_path=lambda args, samples: samples[0].metadata["row"] % 2 == 1
+    )
+    scorer = RewardScorer(RewardConfig(**paths), SimpleNamespace(), InlineCpuPool())
+    async with open_work(reward=scorer) as work:
+        result = await work.run_step(0)
+
+    assert sorted({s.row for s in result.samples}) == [1, 3]
+    assert (result.n_dropped, result.n_filtered_groups, work.rows.n_given_back) == (2, 2, 0)
+    assert {e.fields["group"] for e in events if e.name == "group.filtered"} == {"G0", "G2"}
+
+
+async def test_with_a_group_hook_an_evaluation_rolls_a_row_out_as_one_group(autojump_clock, monkeypatch):
+    async def agent(agent):
+        await agent.client.chat(agent, user("a"))
+
+    asked = []
+
+    def rm(args, samples, *, evaluation=False):
+        asked.append((evaluation, len(samples)))
+        return [float(place) for place in range(len(samples))]
+
+    paths = install_hooks(monkeypatch, custom_rm_path=rm)
+    scorer = RewardScorer(RewardConfig(**paths, group_rm=True), SimpleNamespace(), InlineCpuPool())
+    async with open_shared(agent) as shared:
+        dataset = EvalDataset(name="held", tasks=make_tasks(3), n_samples=2, concurrency=1)
+        result = await Evaluation(dataset=dataset, shared=shared, limits=LIMITS, scorer=scorer).run()
+
+    assert asked == [(True, 2)] * 3
+    assert [(s.place, s.row, s.reward) for s in result.samples] == [
+        (f"E{row}/{place}", row, float(place)) for row in range(3) for place in range(2)
+    ]
+    assert result.seconds == 9.0, "E_d stays C_d * G_d Sessions"
