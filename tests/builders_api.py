@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import httpx
@@ -10,9 +11,10 @@ from attrs import define, field
 
 from relax_trio.api.app import make_app
 from relax_trio.api.serve import ApiServer
+from relax_trio.api.sessions import Statistics
 from relax_trio.config.tree import ServerConfig
 from relax_trio.data.messages import Message, ToolCall
-from relax_trio.data.request import Completion, Usage
+from relax_trio.data.request import CanonicalRequest, Completion, Usage
 from relax_trio.ids import NodeId, RequestId
 from relax_trio.sync.cpu import InlineCpuPool
 
@@ -84,6 +86,7 @@ class FakeSession:
     refusal: Exception | None = None
     broken: Exception | None = None
     calls: list[FakeCall] = field(factory=list)
+    counted: list[CanonicalRequest] = field(factory=list)
 
     def submit(self, request):
         if self.broken is not None:
@@ -96,6 +99,13 @@ class FakeSession:
         call = FakeCall(request, self.answer, trio.current_time() + self.delay_s, refusal=self.refusal)
         self.calls.append(call)
         return call
+
+    async def count_tokens(self, request):
+        await trio.lowlevel.checkpoint()
+        if self.refusal is not None:
+            raise self.refusal
+        self.counted.append(request)
+        return 7
 
     def debug_state(self, *, forest):
         return {"place": self.place, "forest": forest}
@@ -115,6 +125,20 @@ class FakeDirectory:
 
     def debug_state(self, *, forest):
         return {"sessions": [s.debug_state(forest=forest) for s in self.sessions.values()]}
+
+    def statistics(self):
+        return Statistics(n_sessions=len(self.sessions), n_requests={"lease": 2, "backend": 1}, n_attempts=1)
+
+
+@define(eq=False)
+class CountingDirectory(FakeDirectory):
+    """Counts the lookups of each credential: a retry of an SDK is one more."""
+
+    lookups: Counter[str] = field(factory=Counter)
+
+    def find(self, credential):
+        self.lookups[credential] += 1
+        return super().find(credential)
 
 
 @define(eq=False)
@@ -136,12 +160,17 @@ class Api:
 
 
 @asynccontextmanager
-async def open_api(session: FakeSession | None = None, *, cpu=None, **config):
+async def open_api(session: FakeSession | None = None, *, cpu=None, template_variables=frozenset(), **config):
     """The server of one fake Session, on a free port, for the length of the block."""
     server_config = ServerConfig(**config)
     directory = FakeDirectory({CREDENTIAL: session or FakeSession()})
     app = make_app(
-        directory, config=server_config, operator_token=OPERATOR, cpu=cpu or InlineCpuPool(), model_name="demo"
+        directory,
+        config=server_config,
+        operator_token=OPERATOR,
+        cpu=cpu or InlineCpuPool(),
+        model_name="demo",
+        template_variables=template_variables,
     )
     server = ApiServer(app, server_config)
     async with trio.open_nursery() as nursery:

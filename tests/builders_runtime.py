@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import trio
+from attrs import evolve
+from builders_tokens import THINKING_PROMPT, make_codec
 
 from relax_trio.agent.fake import AgentExit, FakeAgentLauncher
 from relax_trio.backend.fake import FakeBackend
@@ -16,8 +18,10 @@ from relax_trio.data.request import CanonicalRequest
 from relax_trio.data.rows import RowStream
 from relax_trio.data.task import TaskInput
 from relax_trio.errors import ProtocolError
+from relax_trio.ids import GroupId, PlaceId
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.directory import SessionTable
+from relax_trio.runtime.session import Session
 from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import InlineCpuPool
@@ -37,12 +41,9 @@ class ByteCodec:
     def encode_opening(self, messages, tools, kwargs):
         return array("i", self.encode_text("".join(f"<{m.role}>{m.content}" for m in messages) + "<assistant>"))
 
-    def encode_observation(self, messages, tools, kwargs, *, after_stop, after_tool_calls, calls=()):
+    def encode_observation(self, messages, tools, kwargs, *, turn, turn_ids, earlier=()):
         ids = self.encode_opening(messages, tools, kwargs)
-        return ids if after_stop else array("i", [STOP]) + ids
-
-    def ends_turn(self, token_ids):
-        return bool(token_ids) and token_ids[-1] == STOP
+        return ids if turn_ids and turn_ids[-1] == STOP else array("i", [STOP]) + ids
 
     def decode(self, token_ids):
         return bytes(max(0, t - 1) for t in token_ids if t != STOP).decode("utf-8", "replace")
@@ -127,6 +128,29 @@ async def open_shared(agent_fn=one_turn_agent, *, backend=None, launcher=None, *
         await nursery.start(backend.run)
         yield shared
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_codec_session(texts):
+    """A leased Session with a real tokenizer and a template that opens the reasoning; its turns say `texts`."""
+    codec = make_codec(THINKING_PROMPT)
+    end = codec.encode_text("<|im_end|>")
+    backend = FakeBackend([[*codec.encode_text(text), *end] for text in texts])
+    lease = trio.Event()
+    lease.set()
+    async with open_shared(backend=backend) as shared:
+        session = Session(
+            place=PlaceId("G0/0"),
+            group=GroupId("G0"),
+            index=0,
+            mode="train",
+            task=make_tasks(1)[0],
+            limits=TurnLimits(temperature=1.0, max_response_len=200, max_context_len=100_000),
+            shared=evolve(shared, codec=codec),
+            lease=lease,
+        )
+        async with session.open():
+            yield session
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ run's. Not covered: what messages mean (data/normalize.py), how long a request i
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 from relax_trio.api.dialect import ParsedRequest, reply_bytes, sse_comment, sse_data
@@ -13,17 +14,19 @@ from relax_trio.api.envelopes import openai_error
 from relax_trio.api.fields import (
     SEED_LIMIT,
     body_object,
+    image_refused,
     kind_of,
     optional_bool,
     optional_int,
     optional_text,
+    refuse_many_choices,
     stop_strings,
 )
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.messages import ImagePart, Message
 from relax_trio.data.normalize import clean_text, normalize_messages, normalize_template_kwargs, normalize_tools
 from relax_trio.data.request import CanonicalRequest, Completion, TokenLogprob, Usage
-from relax_trio.errors import InvalidRequest, ProtocolError, UnsupportedFeature
+from relax_trio.errors import InvalidRequest, ProtocolError
 
 _SSE_END: Final = b"data: [DONE]\n\n"
 _TOOL_CHOICES: Final = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
@@ -32,14 +35,15 @@ _TOOL_CHOICES: Final = {"auto": "auto", "none": "none", "required": "required", 
 class ChatDialect:
     """`Dialect` of `/v1/chat/completions`."""
 
-    def parse(self, body: JsonValue, *, digest: bytes, retry: bool) -> ParsedRequest:
+    def parse(
+        self, body: JsonValue, *, digest: bytes, retry: bool, template_variables: Container[str] = frozenset()
+    ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)
-        _refuse_many_choices(fields)
+        refuse_many_choices(fields)
         messages = normalize_messages(fields.get("messages"), param="messages")
         _refuse_images(messages, fields)
-        # The newer name of the limit wins where both are set.
-        limit = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
+        newer, older = (optional_int(fields, name, low=1) for name in ("max_completion_tokens", "max_tokens"))
         request = CanonicalRequest(
             messages=messages,
             tools=normalize_tools(fields.get("tools"), param="tools"),
@@ -47,7 +51,7 @@ class ChatDialect:
                 fields.get("chat_template_kwargs"), param="chat_template_kwargs"
             ),
             model=optional_text(fields, "model") or "model",
-            max_tokens=optional_int(fields, limit, low=1),
+            max_tokens=older if newer is None else newer,
             stop=stop_strings(fields, "stop"),
             seed=optional_int(fields, "seed", low=-SEED_LIMIT),
             logprobs=optional_bool(fields, "logprobs"),
@@ -79,7 +83,7 @@ class ChatDialect:
         choice = _choice(completion, "delta", _delta(completion.message))
         return sse_data(_reply("chat.completion.chunk", completion, parsed, name, choice)) + _SSE_END
 
-    def sse_failed(self, error: ProtocolError) -> bytes:
+    def sse_failed(self, error: ProtocolError, parsed: ParsedRequest) -> bytes:
         """Error data, then the end mark."""
         return b"data: " + reply_bytes(openai_error(error)) + b"\n\n" + _SSE_END
 
@@ -90,21 +94,10 @@ CHAT: Final = ChatDialect()
 # --- request ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_many_choices(fields: JsonObject) -> None:
-    n_choices = optional_int(fields, "n", low=1)
-    if n_choices is not None and n_choices > 1:
-        raise UnsupportedFeature(
-            f"n is {n_choices}, but one request gives one choice; send the request {n_choices} times instead "
-            "(each samples afresh)",
-            param="n",
-        )
-
-
 def _refuse_images(messages: tuple[Message, ...], fields: JsonObject) -> None:
     if not any(isinstance(part, ImagePart) for m in messages if isinstance(m.content, tuple) for part in m.content):
         return
-    path = _image_path(fields.get("messages"))
-    raise UnsupportedFeature(f"{path} is an image, and images aren't served yet; describe it as text", param=path)
+    raise image_refused(_image_path(fields.get("messages")))
 
 
 def _image_path(raw: JsonValue) -> str:

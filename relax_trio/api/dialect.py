@@ -7,6 +7,7 @@ front half's. A new API is a new module with one class of this shape and one lin
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Protocol
 
 from attrs import field, frozen
@@ -34,13 +35,17 @@ class ParsedRequest:
 class Dialect(Protocol):
     """One model API on the wire."""
 
-    def parse(self, body: JsonValue, *, digest: bytes, retry: bool) -> ParsedRequest:
+    def parse(
+        self, body: JsonValue, *, digest: bytes, retry: bool, template_variables: Container[str] = frozenset()
+    ) -> ParsedRequest:
         """Read a request body.
 
         Args:
           body: the parsed JSON of the body, any type.
           digest: see `CanonicalRequest.digest`.
           retry: the client marked this request as a retry.
+          template_variables: names that the checkpoint's chat template reads: what a request says of reasoning becomes
+            a template argument only where there is one.
 
         Raises:
           InvalidRequest: with `param` naming the field.
@@ -71,7 +76,7 @@ class Dialect(Protocol):
         """The whole terminal sequence of a finished turn."""
         ...
 
-    def sse_failed(self, error: ProtocolError) -> bytes:
+    def sse_failed(self, error: ProtocolError, parsed: ParsedRequest) -> bytes:
         """The whole terminal sequence of a failed turn."""
         ...
 

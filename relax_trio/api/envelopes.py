@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from relax_trio.data.json import JsonObject
-from relax_trio.errors import ProtocolError
+from relax_trio.errors import ContextLengthExceeded, ProtocolError
 
 _ANTHROPIC_KINDS: Final = {
     400: "invalid_request_error",
@@ -21,14 +21,22 @@ def openai_error(error: ProtocolError) -> JsonObject:
 
 
 def anthropic_error(error: ProtocolError) -> JsonObject:
-    """The envelope of Messages, which has neither param nor code: a field is named in the message."""
+    """The envelope of Messages, which has neither param nor code: a field is named in the message.
+
+    A full context has the wording by which harnesses know it.
+    """
+    message = error.message
+    if isinstance(error, ContextLengthExceeded):
+        message = f"prompt is too long: {error.n_prompt} tokens > {error.max_context_len} maximum"
     if error.status < 500:
         kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
     else:
         kind = "overloaded_error" if error.status == 503 else "api_error"
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def error_envelope(path: str, error: ProtocolError) -> JsonObject:
-    """The envelope that clients of `path` can read."""
-    return anthropic_error(error) if "messages" in path.split("/") else openai_error(error)
+def error_envelope(path: str, error: ProtocolError, *, from_anthropic_sdk: bool = False) -> JsonObject:
+    """The envelope that the client of `path` can read. Models are listed by both SDKs: there, the SDK decides."""
+    parts = path.split("/")
+    is_anthropic = "messages" in parts or (from_anthropic_sdk and "models" in parts)
+    return anthropic_error(error) if is_anthropic else openai_error(error)

@@ -5,9 +5,14 @@ Only fields that mean something here are read; anything else in a body is ignore
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.normalize import clean_text
-from relax_trio.errors import InvalidRequest
+from relax_trio.errors import InvalidRequest, UnsupportedFeature
+
+THINKING_VARIABLE = "enable_thinking"
+"""What chat templates call the switch of reasoning."""
 
 SEED_LIMIT = 2**63
 """Seeds are signed 64-bit numbers on the wire and in the engines."""
@@ -76,6 +81,47 @@ def stop_strings(body: JsonObject, name: str) -> tuple[str, ...]:
             raise InvalidRequest(f"{path} must not be empty: an empty text would stop every turn at once", param=path)
         stops.append(clean_text(item))
     return tuple(stops)
+
+
+def refuse_many_choices(body: JsonObject) -> None:
+    """Refuse `n` greater than 1.
+
+    Raises:
+      UnsupportedFeature: more than one choice is asked for.
+      InvalidRequest: `n` is no positive integer.
+    """
+    n_choices = optional_int(body, "n", low=1)
+    if n_choices is not None and n_choices > 1:
+        raise UnsupportedFeature(
+            f"n is {n_choices}, but one request gives one choice; send the request {n_choices} times instead "
+            "(each samples afresh)",
+            param="n",
+        )
+
+
+def effort_wish(raw: JsonValue, path: str) -> bool | None:
+    """Whether a reasoning effort asks for reasoning (True) or for none (False); None where there is no effort.
+
+    Raises:
+      InvalidRequest: it is no string.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, str):
+        raise InvalidRequest(f"{path} must be a string, not {kind_of(raw)}", param=path)
+    return raw not in ("none", "minimal")
+
+
+def thinking_kwargs(wish: bool | None, template_variables: Container[str]) -> JsonObject:
+    """The template arguments that `wish` means; none where there is no wish, or the template has no such switch."""
+    if wish is None or THINKING_VARIABLE not in template_variables:
+        return {}
+    return {THINKING_VARIABLE: wish}
+
+
+def image_refused(path: str) -> UnsupportedFeature:
+    """The error for the image at `path`."""
+    return UnsupportedFeature(f"{path} is an image, and images aren't served yet; describe it as text", param=path)
 
 
 def kind_of(value: JsonValue) -> str:

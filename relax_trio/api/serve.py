@@ -19,8 +19,8 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from quart_trio import QuartTrio
 
-from relax_trio.api.app import BASE_PATH
 from relax_trio.api.failures import tell_connection_failure
+from relax_trio.api.paths import BASE_PATH
 from relax_trio.api.reply import over
 from relax_trio.api.server_log import ServerLog
 from relax_trio.api.transport import Transport

@@ -6,7 +6,10 @@ without a client and which call a retry joins are the Session's matter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
+
+from attrs import frozen
 
 from relax_trio.data.json import JsonObject
 from relax_trio.data.request import CanonicalRequest, Completion
@@ -67,9 +70,34 @@ class SessionPort(Protocol):
         """
         ...
 
+    async def count_tokens(self, request: CanonicalRequest) -> int:
+        """Tokens of the prompt that `request` would be served from. Generates nothing and leaves no trace.
+
+        Raises:
+          ProtocolError: the request can't be encoded, or the Session has ended.
+
+        Cancellation: safe.
+        """
+        ...
+
     def debug_state(self, *, forest: bool) -> JsonObject:
         """State of this Session, with `forest` also its nodes."""
         ...
+
+
+@frozen(kw_only=True)
+class Statistics:
+    """What is alive now.
+
+    Attributes:
+      n_sessions: live Sessions.
+      n_requests: their open requests by what each waits for.
+      n_attempts: attempts that the backend has.
+    """
+
+    n_sessions: int
+    n_requests: Mapping[str, int]
+    n_attempts: int
 
 
 class SessionDirectory(Protocol):
@@ -86,4 +114,8 @@ class SessionDirectory(Protocol):
 
     def debug_state(self, *, forest: bool) -> JsonObject:
         """State of the whole run; shown to the operator only."""
+        ...
+
+    def statistics(self) -> Statistics:
+        """Counts over the whole run; shown to the operator only."""
         ...

@@ -45,10 +45,11 @@ async def _terminal(dialect: Dialect, parsed: ParsedRequest, call: CallPort, pla
         completion = await call.wait_done()
         return dialect.sse_done(completion, parsed, name=call_name(place, completion))
     except ProtocolError as exc:
-        return dialect.sse_failed(exc)
+        return dialect.sse_failed(exc, parsed)
     except Exception as exc:  # the render guard: the framework's own comes too late once the response has begun
         tell_failure(exc, place=place, path="sse")
-        return dialect.sse_failed(InternalError(f"the reply of {place} could not be rendered; the run's log says why"))
+        failure = InternalError(f"the reply of {place} could not be rendered; the run's log says why")
+        return dialect.sse_failed(failure, parsed)
 
 
 def call_name(place: PlaceId, completion: Completion) -> str:

@@ -63,7 +63,7 @@ def normalize_messages(raw: JsonValue, *, param: str = "messages") -> tuple[Mess
     if not raw:
         raise InvalidRequest(f"{param} must hold at least one message", param=param)
     messages = [_message(item, f"{param}[{index}]") for index, item in enumerate(raw)]
-    return _merge_leading_system(messages)
+    return merge_leading_system(messages)
 
 
 def normalize_tools(raw: JsonValue, *, param: str = "tools") -> tuple[JsonObject, ...]:
@@ -155,7 +155,7 @@ def _message(raw: JsonValue, path: str) -> Message:
     if role == "assistant":
         return _assistant(raw, content, path)
     if role == "tool":
-        call_id = _optional_text(raw.get("tool_call_id"), f"{path}.tool_call_id")
+        call_id = text_or_none(raw.get("tool_call_id"), f"{path}.tool_call_id")
         return Message(role=role, content=content or "", tool_call_id=call_id)
     if not content:
         raise InvalidRequest(f"{path}.content must not be empty for role {role}", param=f"{path}.content")
@@ -163,12 +163,12 @@ def _message(raw: JsonValue, path: str) -> Message:
 
 
 def _assistant(raw: JsonObject, content: Content, path: str) -> Message:
-    reasoning = _optional_text(raw.get("reasoning_content"), f"{path}.reasoning_content") or _optional_text(
+    reasoning = text_or_none(raw.get("reasoning_content"), f"{path}.reasoning_content") or text_or_none(
         raw.get("reasoning"), f"{path}.reasoning"
     )
     calls = _tool_calls(raw.get("tool_calls"), f"{path}.tool_calls")
     if content is None:  # a refusal of another model, replayed: its text is all that message says
-        content = _optional_text(raw.get("refusal"), f"{path}.refusal")
+        content = text_or_none(raw.get("refusal"), f"{path}.refusal")
     return assistant_message(content, reasoning, calls, param=f"{path}.content")
 
 
@@ -249,13 +249,14 @@ def _tool_call(raw: JsonValue, path: str) -> ToolCall:
     except ValueError as exc:
         raise InvalidRequest(f"{path}.function.arguments: {exc}", param=f"{path}.function.arguments") from exc
     return ToolCall(
-        id=_required_text(raw.get("id"), f"{path}.id"),
-        name=_required_text(function.get("name"), f"{path}.function.name"),
+        id=nonempty_text(raw.get("id"), f"{path}.id"),
+        name=nonempty_text(function.get("name"), f"{path}.function.name"),
         arguments=arguments,
     )
 
 
-def _merge_leading_system(messages: list[Message]) -> tuple[Message, ...]:
+def merge_leading_system(messages: list[Message]) -> tuple[Message, ...]:
+    """`messages` with the system messages at their head as one, a blank line between their texts."""
     n_leading = 0
     while n_leading < len(messages) and messages[n_leading].role == "system":
         n_leading += 1
@@ -266,6 +267,15 @@ def _merge_leading_system(messages: list[Message]) -> tuple[Message, ...]:
 
 
 # --- tools -----------------------------------------------------------------------------------------------------
+
+
+def function_tool(raw: JsonObject, path: str) -> JsonObject:
+    """The nested function tool of a flat one: an object that holds name, description, parameters and strict itself.
+
+    Raises:
+      InvalidRequest: with `param` below `path`, e.g. `tools[0].name`.
+    """
+    return {"type": "function", "function": _function(raw, path)}
 
 
 def _tool(raw: JsonValue, path: str) -> JsonObject:
@@ -287,8 +297,8 @@ def _tool(raw: JsonValue, path: str) -> JsonObject:
 
 
 def _function(raw: JsonObject, path: str) -> JsonObject:
-    _required_text(raw.get("name"), f"{path}.name")
-    _optional_text(raw.get("description"), f"{path}.description")
+    nonempty_text(raw.get("name"), f"{path}.name")
+    text_or_none(raw.get("description"), f"{path}.description")
     parameters = raw.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidRequest(
@@ -325,7 +335,12 @@ def _clean_value(value: JsonValue) -> JsonValue:
     return value
 
 
-def _required_text(raw: JsonValue, path: str) -> str:
+def nonempty_text(raw: JsonValue, path: str) -> str:
+    """`raw` as clean text.
+
+    Raises:
+      InvalidRequest: with `param` set to `path`; not a string, or an empty one.
+    """
     if not isinstance(raw, str) or not raw:
         raise InvalidRequest(
             f"{path} must be a nonempty string, not {'empty' if raw == '' else _kind(raw)}", param=path
@@ -333,7 +348,12 @@ def _required_text(raw: JsonValue, path: str) -> str:
     return clean_text(raw)
 
 
-def _optional_text(raw: JsonValue, path: str) -> str | None:
+def text_or_none(raw: JsonValue, path: str) -> str | None:
+    """`raw` as clean text, None where it is null.
+
+    Raises:
+      InvalidRequest: with `param` set to `path`; neither.
+    """
     if raw is None:
         return None
     if not isinstance(raw, str):

@@ -29,6 +29,7 @@ class CanonicalRequest:
       tool_choice: "auto", "none", "required" or a function name; accepted, not enforced.
       digest: SHA-256 of path and body as sent; equal for a re-sent request.
       retry: the client marked the request as a retry (`x-stainless-retry-count` > 0).
+      skipped: kinds of items and hosted tools that were left out because nothing here serves them, each once.
     """
 
     messages: tuple[Message, ...]
@@ -42,6 +43,7 @@ class CanonicalRequest:
     tool_choice: str = "auto"
     digest: bytes = b""
     retry: bool = False
+    skipped: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

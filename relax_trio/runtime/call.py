@@ -6,7 +6,7 @@ import math
 
 import outcome
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 
 from relax_trio.data.json import JsonObject
 from relax_trio.data.request import CanonicalRequest, Completion
@@ -59,6 +59,7 @@ class Call:
     """One model request from acceptance to its result.
 
     Attributes:
+      request: what was asked; its messages only until it is settled.
       scope: the back half's scope; its deadline is the retry grace of a client that left.
       begun: set once the request was matched, encoded and found to fit, or is done.
       done: set exactly once, by `settle`.
@@ -95,6 +96,7 @@ class Call:
         """Record the outcome and wake whoever waits. Called exactly once, by the Session."""
         assert self._result is None, f"{self.request_id} was settled twice"
         self._result = result
+        self.request = evolve(self.request, messages=())  # kept, they would be the square of a long history
         self.settled_s = trio.current_time()
         self.begun.set()
         self.done.set()

@@ -23,10 +23,7 @@ async def count_prompt(request: CanonicalRequest, session: Session) -> int:
     Cancellation: safe.
     """
     at = session.forest.find(request.messages, request.tools, request.chat_template_kwargs)
-    node, n_known = at.node, at.n_matched
-    if n_known == len(request.messages):
-        return node.total_len
-    if node.kind == "observation":  # new messages are never appended to one, see `Match.parent`
-        assert node.parent is not None, "only the technical root has no parent"
-        node, n_known = node.parent, n_known - len(node.messages)
-    return node.total_len + len(await encode_new(request, node, request.messages[n_known:], session))
+    if at.n_matched == len(request.messages):
+        return at.node.total_len
+    new_messages = request.messages[at.n_answered :]
+    return at.response.total_len + len(await encode_new(request, at.response, new_messages, session))

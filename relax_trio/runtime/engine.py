@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -58,7 +59,7 @@ async def open_engine(
       run_dir: where directories of Sessions are kept.
 
     Raises (on entering):
-      ConfigError: the port is in use.
+      ConfigError: the port is in use, or a module of `--agent-preload` cannot be preloaded.
       EngineFault: a service failed to start.
 
     Cancellation: the block is left; every process is gone and the temporary directory removed afterwards.
@@ -72,9 +73,16 @@ async def open_engine(
             await services.start(backend.run, name="backend")
             sessions = SessionTable(lambda: stop.stopped_by is not None)
             operator_token = secrets.token_urlsafe(24)
-            app = make_app(sessions, config=config.server, operator_token=operator_token, cpu=cpu)
+            app = make_app(
+                sessions,
+                config=config.server,
+                operator_token=operator_token,
+                cpu=cpu,
+                template_variables=codec.template.variables,
+            )
             base_url = await services.start(ApiServer(app, config.server).run, name="http server")
             launcher = ProcessAgentLauncher(warden, config.agent, run_dir=run_dir, temp_root=temp_root)
+            await services.start(partial(launcher.keep_warm, base_url), name="warm parent", stop_s=STOP_S)
             shared = _shared(config, backend, codec, launcher, cpu, sessions, base_url)
             emit("engine.started", url=base_url)
             yield Engine(shared=shared, operator_token=operator_token)
@@ -103,4 +111,5 @@ def _shared(
         agent_timeout_s=config.agent.agent_timeout,
         abort_grace_s=config.rollout.agentic_abort_grace,
         unechoed_reasoning="restore" if config.rollout.agentic_unechoed_reasoning == "restore" else "fork",
+        dedup_shared_turns=config.rollout.dedup_shared_turns,
     )

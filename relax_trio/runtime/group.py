@@ -93,6 +93,11 @@ class Group:
         sessions = self.sessions
         return bool(sessions) and all(session.is_interrupted for session in sessions)
 
+    @property
+    def may_be_leased(self) -> bool:
+        """Whether every place has a live request at this moment, and the Group was not dropped."""
+        return self.barrier.is_full and self._dropped is None
+
     async def run(self) -> GroupOutcome:
         """Run every place to its end.
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class LeaseDesk:
     """Leases Groups to Runtime, the lowest number first.
 
-    A Group stands in line exactly while its barrier is full; a place that withdraws takes its Group out of the line
-    again. All methods are plain, so that a full barrier and the lease given for it have nothing between them.
+    A Group stands in line while its barrier is full; it leaves the line a moment after a place withdrew, or it was
+    dropped, and is passed over until then. All methods are plain, so that a full barrier and the lease given for it
+    have nothing between them.
 
     Args:
       wanted: leases to give; infinite where nothing limits them (evaluation).
@@ -29,7 +30,7 @@ class LeaseDesk:
     @property
     def n_ready(self) -> int:
         """Groups that are prepared and wait for a lease."""
-        return len(self._line)
+        return len(self._ready())
 
     def want(self, wanted: float) -> None:
         """So many leases may be given from now on, instead of what was said before."""
@@ -48,7 +49,9 @@ class LeaseDesk:
             self._line.pop(group.number, None)
 
     def _serve(self) -> None:
-        while self._line and self._wanted > 0:
-            group = self._line.pop(min(self._line))
+        while self._wanted > 0 and (ready := self._ready()):
             self._wanted -= 1
-            group.give_lease()
+            self._line.pop(min(ready)).give_lease()
+
+    def _ready(self) -> list[int]:
+        return [number for number, group in self._line.items() if group.may_be_leased]

@@ -106,7 +106,10 @@ async def park_request(call: Call, session: Session) -> None:
     if flight is None:
         return
     with trio.move_on_after(shared.abort_grace_s):
-        await shared.backend.abort(flight.rid)
+        try:
+            await shared.backend.abort(flight.rid)
+        except BackendError as exc:
+            emit("attempt.abort_failed", rid=flight.rid, place=session.place, error=str(exc))
         await flight.landed.wait()
     if not flight.landed.is_set():
         emit("attempt.abort_timeout", rid=flight.rid, place=session.place, seconds=shared.abort_grace_s)
@@ -150,14 +153,13 @@ async def encode_new(
     def encode() -> array[int]:
         if parent.kind != "response":
             return codec.encode_opening(messages, tools, kwargs)
-        calls = parent.messages[-1].tool_calls
         return codec.encode_observation(
             messages,
             tools,
             kwargs,
-            after_stop=codec.ends_turn(parent.token_ids),
-            after_tool_calls=bool(calls),
-            calls=calls,
+            turn=parent.messages[-1],
+            turn_ids=parent.token_ids,
+            earlier=request.messages[: parent.n_messages - 1],
         )
 
     if text_len(messages) > LONG_TEXT_CHARS:

@@ -84,6 +84,7 @@ class Session:
     n_try: int = 0
     n_aborted: int = 0
     is_protected: bool = False
+    started_s: float = field(factory=trio.current_time)
     credential: Credential = field(factory=new_credential, repr=False)
     forest: SessionForest = field(init=False)
     budget: ActiveBudget = field(init=False)
@@ -93,7 +94,6 @@ class Session:
     _is_open: bool = False
     _n_shared_tokens: int = 0
     _failure: BackendError | None = None
-    _started_s: float = field(factory=trio.current_time)
     _repeats: Counter[StateHash] = field(factory=Counter)
     _nursery: trio.Nursery = field(init=False)
 
@@ -339,7 +339,7 @@ class Session:
         """Plain values about the Session so far."""
         return SessionReport(
             place=self.place,
-            seconds=trio.current_time() - self._started_s,
+            seconds=trio.current_time() - self.started_s,
             n_requests=len(self.calls),
             n_attempts=sum(len(call.attempts) for call in self.calls),
             n_aborted=self.n_aborted,
@@ -357,24 +357,13 @@ class Session:
         first = next(attempts, None)
         return self.shared.backend.weight_version if first is None else first.version
 
-    def long_waits(self, seconds: float) -> list[str]:
-        """What has been waited for longer than `seconds`: live requests with what each waits for, or the agent."""
-        now = trio.current_time()
-        live = [call for call in self.calls if not call.done.is_set()]
-        if not live:
-            last_s = max((call.settled_s or 0.0 for call in self.calls), default=self._started_s)
-            what = "has made no model call" if not self.calls else "has made no further model call"
-            return [f"its agent {what} for {now - last_s:.0f} s"] if now - last_s >= seconds else []
-        old = [call for call in live if now - call.accepted_s >= seconds]
-        return [f"{call.request_id} waits for {call.waiting_for} since {now - call.accepted_s:.0f} s" for call in old]
-
     def debug_state(self, *, forest: bool) -> JsonObject:
         """State for `/debug_state`: place, age, requests; with `forest`, also `nodes` and `leaves` (docs/forest.md)."""
         out: JsonObject = {
             "place": self.place,
             "try": self.n_try,
             "mode": self.mode,
-            "age_s": trio.current_time() - self._started_s,
+            "age_s": trio.current_time() - self.started_s,
             "leased": self.lease.is_set(),
             "parked": not self.may_generate,
             "protected": self.is_protected,

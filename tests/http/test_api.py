@@ -9,6 +9,7 @@ import pytest
 import trio
 from builders_api import (
     HI,
+    OPERATOR,
     FakeSession,
     connect,
     make_completion,
@@ -358,6 +359,31 @@ async def test_debug_state_shows_each_credential_its_part(loopback_clock):
     assert other.status_code == 404
 
 
+async def test_metrics_are_the_operators(loopback_clock):
+    async with open_api() as api:
+        shown = await api.client.get("/metrics", headers={"authorization": f"Bearer {OPERATOR}"})
+        own = await api.client.get("/metrics")
+
+    assert shown.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    values = [line for line in shown.text.splitlines() if not line.startswith("#")]
+    assert values == [
+        "relax_trio_sessions 1",
+        'relax_trio_requests{waiting_for="backend"} 1',
+        'relax_trio_requests{waiting_for="lease"} 2',
+        "relax_trio_attempts 1",
+    ]
+    assert own.status_code == 401
+    assert "operator token" in own.json()["error"]["message"]
+
+
+async def test_the_openapi_document_is_open_to_everyone(loopback_clock):
+    async with open_api() as api, httpx.AsyncClient(base_url=api.url, trust_env=False) as stranger:
+        response = await stranger.get("/openapi.json")
+
+    assert response.status_code == 200
+    assert response.json()["openapi"] == "3.1.0"
+
+
 async def test_models_are_listed_and_any_name_is_a_model(loopback_clock):
     async with open_api() as api:
         listed = (await api.client.get("/v1/models")).json()
@@ -366,7 +392,8 @@ async def test_models_are_listed_and_any_name_is_a_model(loopback_clock):
 
     assert listed == bare
     assert [model["id"] for model in listed["data"]] == ["demo"]
-    assert (one["id"], one["object"]) == ("Qwen/Qwen3-8B", "model")
+    assert (listed["object"], listed["has_more"], listed["first_id"]) == ("list", False, "demo")
+    assert (one["id"], one["object"], one["type"]) == ("Qwen/Qwen3-8B", "model", "model")
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

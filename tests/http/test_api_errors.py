@@ -147,22 +147,56 @@ async def test_text_completions_say_what_to_use(loopback_clock, path):
     assert "/v1/chat/completions" in openai_error(response)["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
-async def test_responses_come_later(loopback_clock, path):
+@pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/v1/messages/count_tokens", "/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b'{"messages": 3, "max_tokens": 1}', 400, "messages must be a list"),
+        (b'{"messages": [{"role": "x"}], "max_tokens": 1}', 400, "messages[0].role"),
+        (b" " * 2000, 413, "--max-request-bytes"),
+    ],
+)
+async def test_refusals_of_messages_wear_anthropics_envelope(loopback_clock, path, body, status, says):
+    session = FakeSession()
+    async with open_api(session, max_request_bytes=1000) as api:
+        response = await api.client.post(path, content=body)
+
+    assert response.status_code == status
+    assert says in anthropic_error(response)["message"]
+    assert response.headers["x-should-retry"] == "false"
+    assert (session.calls, session.counted) == ([], [])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_credentials_are_refused_in_anthropics_envelope(loopback_clock, path):
     async with open_api() as api:
-        response = await api.client.post(path, json={"input": "hi"})
+        unknown = await api.client.post(path, headers={"authorization": "Bearer unknown"})
+        missing = await api.client.post(path, headers={"authorization": ""})
+        api.directory.closing = True
+        closing = await api.client.post(path)
 
-    assert response.status_code == 404
-    assert "later version" in openai_error(response)["message"]
+    assert (unknown.status_code, anthropic_error(unknown)["type"]) == (404, "not_found_error")
+    assert (missing.status_code, anthropic_error(missing)["type"]) == (401, "authentication_error")
+    assert (closing.status_code, anthropic_error(closing)["type"]) == (503, "overloaded_error")
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/v1/messages/count_tokens", "/v1/messages/nowhere"])
-async def test_messages_come_later_and_say_so_in_anthropics_envelope(loopback_clock, path):
+async def test_an_unknown_path_below_messages_is_404_in_anthropics_envelope(loopback_clock):
     async with open_api() as api:
-        response = await api.client.post(path, json={"messages": HI})
+        response = await api.client.post("/v1/messages/nowhere", json={"messages": HI})
 
     assert response.status_code == 404
     assert anthropic_error(response)["type"] == "not_found_error"
+
+
+async def test_models_are_refused_in_the_envelope_of_the_sdk_that_asks(loopback_clock):
+    stranger = {"authorization": "Bearer unknown"}
+    async with open_api() as api:
+        openai = await api.client.get("/v1/models", headers=stranger)
+        anthropic = await api.client.get("/v1/models", headers={**stranger, "anthropic-version": "2023-06-01"})
+
+    assert openai_error(openai)["code"] == "session_discarded"
+    assert anthropic_error(anthropic)["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize("path", ["/v1/nowhere", "/v2/chat/completions", "/chat"])

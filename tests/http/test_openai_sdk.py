@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from builders_api import OPERATOR, FakeDirectory, FakeSession, make_completion, make_tool_message
+from builders_api import OPERATOR, CountingDirectory, FakeSession, make_completion, make_tool_message
 
 from relax_trio.api.app import make_app
 from relax_trio.api.serve import ApiServer
@@ -23,18 +23,10 @@ CLIENT = Path(__file__).parent / "openai_sdk_client.py"
 pytestmark = pytest.mark.process
 
 
-class CountingDirectory(FakeDirectory):
-    """Counts the lookups of each credential: a retry of the SDK is one more."""
-
-    def find(self, credential):
-        self.lookups[credential] = self.lookups.get(credential, 0) + 1
-        return super().find(credential)
-
-
 def make_directory() -> CountingDirectory:
     logprobs = (TokenLogprob(token="Grüße", token_id=5, logprob=-0.5),)
     tool_turn = make_completion(make_tool_message(reasoning_content="hm"), finish="tool_calls")
-    directory = CountingDirectory(
+    return CountingDirectory(
         {
             "text": FakeSession(answer=make_completion(logprobs=logprobs)),
             "tools": FakeSession(answer=tool_turn),
@@ -43,8 +35,6 @@ def make_directory() -> CountingDirectory:
             "failed": FakeSession(answer=InternalError("the engine failed r1")),
         }
     )
-    directory.lookups = {}
-    return directory
 
 
 async def run_client(directory: CountingDirectory) -> dict:

@@ -305,7 +305,7 @@ def test_connection_and_heartbeat_frames_are_comments():
 
 
 def test_a_failed_stream_ends_with_error_data_and_the_end_mark():
-    data, done, rest = CHAT.sse_failed(ContextLengthExceeded(n_prompt=9, max_context_len=8)).split(b"\n\n")
+    data, done, rest = CHAT.sse_failed(ContextLengthExceeded(n_prompt=9, max_context_len=8), parse()).split(b"\n\n")
 
     error = json.loads(data.removeprefix(b"data: "))["error"]
     assert error["code"] == "context_length_exceeded"
