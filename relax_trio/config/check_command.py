@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from relax_trio.config.plain_command import python_command
 from relax_trio.config.tree import AgentConfig
 
 BASH = "/bin/bash"
@@ -31,11 +32,22 @@ def command_problems(agent: AgentConfig) -> list[str]:
         return ["--agent-command is missing: say what starts the agent, e.g. --agent-command 'python agent.py'"]
     if not os.access(BASH, os.X_OK):
         return [f"--agent-command runs through {BASH}, which this machine does not have"]
+    if agent.agent_preload and (problem := _preload_problem(command)) is not None:
+        return [problem]
     environment = {**os.environ, **agent.agent_env}
     # A startup file can turn on syntax, functions and search paths that cannot be known from here.
     if agent.agent_login_shell or "BASH_ENV" in environment or not agent.agent_cwd.is_dir():
         return []
     return _syntax_problems(command, environment) or _word_problems(command, agent.agent_cwd, environment)
+
+
+def _preload_problem(command: str) -> str | None:
+    try:
+        python_command(command)
+    except ValueError as exc:
+        needed = "PYTHON FILE|-m MODULE ARGS without shell syntax"
+        return f"--agent-preload needs --agent-command to be {needed}, but {exc}; change it, or don't preload"
+    return None
 
 
 def _syntax_problems(command: str, environment: Mapping[str, str]) -> list[str]:

@@ -70,3 +70,15 @@ def grace(value: float) -> str | None:
 def fraction(value: float) -> str | None:
     """Check for options in (0, 1]."""
     return None if 0 < value <= 1 else "must be greater than 0 and at most 1"
+
+
+def log_room(value: int) -> str | None:
+    """Check for the size of a log that is cut: its newest part must hold what an error shows."""
+    return None if value >= 65536 else "must be 65536 or greater"
+
+
+def module_names(value: str) -> str | None:
+    """Check for module names between commas."""
+    if all(part.isidentifier() for name in value.split(",") for part in name.split(".")):
+        return None
+    return "must be module names with commas between them"

@@ -270,7 +270,7 @@ class TrainConfig:
     )
     num_iters_per_train_update: int = option(
         1,
-        "Fully async: an optimizer step takes its samples in so many batches, each as soon as it is there.",
+        "Fully async: an optimizer step takes its Sessions in so many batches, each as soon as it is there.",
         check=positive,
     )
     micro_batch_size: int = option(8, "Samples per forward pass.", unit="samples", check=positive)

@@ -7,6 +7,9 @@ records. What one place accepts, all accept, so that a state written down once i
 Two texts that mean the same become the same value: `developer` is `system`, text-only part lists are one string,
 leading system messages are one, tool-call arguments are compact JSON with sorted keys, an assistant without text but
 with calls or reasoning has content None, an absent tool result is "".
+
+Parts and tools that nothing here serves are left out where the caller asks to be told of them (`skipped`), and refused
+elsewhere: an agent's own history is not ours to correct, a dataset is its owner's.
 """
 
 from __future__ import annotations
@@ -26,7 +29,13 @@ _ROLES: Final[dict[str, Role]] = {
     "developer": "system",
 }
 _IMAGE_ROLES: Final = frozenset({"user", "tool"})
+_TEXT_KEYS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of text parts, each with the key of its text; clients mix the names of OpenAI's two APIs."""
+
 _FUNCTION_KEYS: Final = frozenset({"name", "description", "parameters", "strict"})
+_KIND_CHARS: Final = 64
+"""What was left out is told by its type, which is the client's text."""
+
 _RESERVED_KWARGS: Final = frozenset(
     {
         "add_generation_prompt",
@@ -48,12 +57,16 @@ _RESERVED_KWARGS: Final = frozenset(
 _LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
-def normalize_messages(raw: JsonValue, *, param: str = "messages") -> tuple[Message, ...]:
+def normalize_messages(
+    raw: JsonValue, *, param: str = "messages", skipped: list[str] | None = None
+) -> tuple[Message, ...]:
     """Make canonical messages of a Chat-shaped list.
 
     Args:
       raw: a nonempty list of message objects; unknown keys are dropped.
       param: path that errors name, e.g. "messages" → `messages[3].content`.
+      skipped: gets the types of content parts that are left out; None: they are refused. A message of the user or the
+        system that holds nothing else is left out with them.
 
     Raises:
       InvalidRequest: with `param` set to the path of the offending field.
@@ -62,15 +75,24 @@ def normalize_messages(raw: JsonValue, *, param: str = "messages") -> tuple[Mess
         raise InvalidRequest(f"{param} must be a list of messages, not {_kind(raw)}", param=param)
     if not raw:
         raise InvalidRequest(f"{param} must hold at least one message", param=param)
-    messages = [_message(item, f"{param}[{index}]") for index, item in enumerate(raw)]
+    read = [_message(item, f"{param}[{index}]", skipped) for index, item in enumerate(raw)]
+    messages = [message for message in read if message is not None]
+    if not messages:
+        left_out = ", ".join(dict.fromkeys(skipped or ()))
+        raise InvalidRequest(f"{param} must hold at least one message (left out: {left_out})", param=param)
     return merge_leading_system(messages)
 
 
-def normalize_tools(raw: JsonValue, *, param: str = "tools") -> tuple[JsonObject, ...]:
+def normalize_tools(
+    raw: JsonValue, *, param: str = "tools", skipped: list[str] | None = None
+) -> tuple[JsonObject, ...]:
     """Make nested function tools `{"type": "function", "function": {name, description, parameters, strict}}`.
 
     The client's key order is kept, because templates print it; identity does not depend on it. Absent fields stay
     absent, null ones become absent, `cache_control` and unknown keys are dropped.
+
+    Args:
+      skipped: gets "tool " and the type of each tool that is no function, which is left out; None: it is refused.
 
     Raises:
       InvalidRequest: with `param` set to the path of the offending field, e.g. `tools[0].function.name`.
@@ -79,7 +101,8 @@ def normalize_tools(raw: JsonValue, *, param: str = "tools") -> tuple[JsonObject
         return ()
     if not isinstance(raw, list):
         raise InvalidRequest(f"{param} must be a list of function tools, not {_kind(raw)}", param=param)
-    return tuple(_tool(item, f"{param}[{index}]") for index, item in enumerate(raw))
+    tools = [_tool(item, f"{param}[{index}]", skipped) for index, item in enumerate(raw)]
+    return tuple(tool for tool in tools if tool is not None)
 
 
 def normalize_template_kwargs(raw: JsonValue, *, param: str = "chat_template_kwargs") -> JsonObject:
@@ -141,7 +164,8 @@ def clean_text(text: str) -> str:
 # --- messages --------------------------------------------------------------------------------------------------
 
 
-def _message(raw: JsonValue, path: str) -> Message:
+def _message(raw: JsonValue, path: str, skipped: list[str] | None) -> Message | None:
+    """The message; None where all that it says is left out."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{path} must be an object, not {_kind(raw)}", param=path)
     name = raw.get("role")
@@ -151,13 +175,16 @@ def _message(raw: JsonValue, path: str) -> Message:
         raise InvalidRequest(
             f"{path}.role must be one of user, assistant, tool, system, developer, not {said}", param=f"{path}.role"
         )
-    content = _content(raw.get("content"), role, f"{path}.content")
+    n_skipped = len(skipped or ())
+    content = _content(raw.get("content"), role, f"{path}.content", skipped)
     if role == "assistant":
         return _assistant(raw, content, path)
     if role == "tool":
         call_id = text_or_none(raw.get("tool_call_id"), f"{path}.tool_call_id")
         return Message(role=role, content=content or "", tool_call_id=call_id)
     if not content:
+        if len(skipped or ()) > n_skipped:
+            return None
         raise InvalidRequest(f"{path}.content must not be empty for role {role}", param=f"{path}.content")
     return Message(role=role, content=content)
 
@@ -189,31 +216,38 @@ def assistant_message(
     return Message(role="assistant", content=content, reasoning_content=reasoning or None, tool_calls=calls)
 
 
-def _content(raw: JsonValue, role: Role, path: str) -> Content:
+def _content(raw: JsonValue, role: Role, path: str, skipped: list[str] | None) -> Content:
     if raw is None:
         return None
     if isinstance(raw, str):
         return clean_text(raw)
     if not isinstance(raw, list):
         raise InvalidRequest(f"{path} must be a string or a list of parts, not {_kind(raw)}", param=path)
-    parts = [_part(item, role, f"{path}[{index}]") for index, item in enumerate(raw)]
+    read = [_part(item, role, f"{path}[{index}]", skipped) for index, item in enumerate(raw)]
+    parts = [part for part in read if part is not None]
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     return "".join(texts) if len(texts) == len(parts) else tuple(parts)
 
 
-def _part(raw: JsonValue, role: Role, path: str) -> Part:
+def _part(raw: JsonValue, role: Role, path: str, skipped: list[str] | None) -> Part | None:
     if isinstance(raw, str):
         return TextPart(clean_text(raw))
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{path} must be an object, not {_kind(raw)}", param=path)
     kind = raw.get("type", "text" if "text" in raw else None)
-    if kind == "text":
-        text = raw.get("text")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{path}.type must be a string, not {_kind(kind)}", param=f"{path}.type")
+    if kind in _TEXT_KEYS:
+        key = _TEXT_KEYS[kind]
+        text = raw.get(key)
         if not isinstance(text, str):
-            raise InvalidRequest(f"{path}.text must be a string, not {_kind(text)}", param=f"{path}.text")
+            raise InvalidRequest(f"{path}.{key} must be a string, not {_kind(text)}", param=f"{path}.{key}")
         return TextPart(clean_text(text))
     if kind != "image_url":
-        raise InvalidRequest(f"{path}.type must be text or image_url, not {kind!r}", param=f"{path}.type")
+        if skipped is None:
+            raise InvalidRequest(f"{path}.type must be text or image_url, not {kind!r}", param=f"{path}.type")
+        skipped.append(clean_text(kind[:_KIND_CHARS]))
+        return None
     if role not in _IMAGE_ROLES:
         raise InvalidRequest(f"{path}: a {role} message cannot hold images", param=path)
     return ImagePart(_image_url(raw.get("image_url"), f"{path}.image_url"))
@@ -278,12 +312,18 @@ def function_tool(raw: JsonObject, path: str) -> JsonObject:
     return {"type": "function", "function": _function(raw, path)}
 
 
-def _tool(raw: JsonValue, path: str) -> JsonObject:
+def _tool(raw: JsonValue, path: str, skipped: list[str] | None) -> JsonObject | None:
+    """The tool; None where it is left out."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{path} must be an object, not {_kind(raw)}", param=path)
     kind = raw.get("type")
+    if kind is not None and not isinstance(kind, str):
+        raise InvalidRequest(f"{path}.type must be a string, not {_kind(kind)}", param=f"{path}.type")
     if kind not in (None, "function"):
-        raise InvalidRequest(f"{path}.type must be function, not {kind!r}", param=f"{path}.type")
+        if skipped is None:
+            raise InvalidRequest(f"{path}.type must be function, not {kind!r}", param=f"{path}.type")
+        skipped.append(f"tool {clean_text(kind[:_KIND_CHARS])}")
+        return None
     function = raw.get("function")
     if not isinstance(function, dict):
         hint = '; put name, description and parameters into "function"' if "name" in raw else ""

@@ -41,6 +41,7 @@ class Context:
       loss_mask: N - prompt_len bytes of 0 or 1; 1 exactly on generated tokens (less where deduplicated).
       logprobs: `array('d')`, N - prompt_len natural-log probabilities; 0.0 on observation tokens.
       turn_lens: generated tokens of each assistant turn, in order.
+      turn_starts: where each turn's tokens begin, counted from the end of the prompt.
       turn_nodes: response node of each assistant turn, in order; two contexts that name one share its tokens.
       versions: spans over the generated tokens, in order; their lengths sum to the generated tokens.
       status: truncated when the lineage ends in an observation or in a turn cut by its limit.
@@ -54,6 +55,7 @@ class Context:
     loss_mask: bytearray
     logprobs: array[float]
     turn_lens: tuple[int, ...]
+    turn_starts: tuple[int, ...]
     versions: tuple[VersionSpan, ...]
     status: SampleStatus
     metadata: JsonObject
@@ -94,7 +96,7 @@ class Sample:
       name: export name, None for the implicit export.
       row: dataset row.
       messages: canonical messages of the context.
-      turn_lens: generated tokens of each assistant turn.
+      turn_lens, turn_starts: generated tokens of each assistant turn, and where they begin behind the prompt.
       advantage: base credit of the row, or one number for each assistant turn, set by credit.
     """
 
@@ -118,5 +120,6 @@ class Sample:
     row: int
     messages: tuple[Message, ...]
     turn_lens: tuple[int, ...]
+    turn_starts: tuple[int, ...]
     advantage: float | tuple[float, ...] | None = None
     output_metadata: JsonObject = field(factory=dict)

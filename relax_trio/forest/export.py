@@ -99,6 +99,7 @@ def _context(
         loss_mask=joined.loss_mask,
         logprobs=joined.logprobs,
         turn_lens=joined.turn_lens,
+        turn_starts=joined.turn_starts,
         turn_nodes=joined.turn_nodes,
         versions=joined.versions,
         status=SampleStatus.TRUNCATED if cut else SampleStatus.COMPLETED,

@@ -22,7 +22,7 @@ class Assembled:
       prompt_len: tokens of the initial observation.
       loss_mask: R bytes; 1 on generated tokens that are to be trained, 0 elsewhere.
       logprobs: `array('d')`, R; the recorded value on every generated token, 0.0 on observations.
-      turn_lens, turn_nodes: generated tokens and node of each response.
+      turn_lens, turn_starts, turn_nodes: of each response: generated tokens, where they begin behind the prompt, node.
       versions: spans over the generated tokens.
     """
 
@@ -31,6 +31,7 @@ class Assembled:
     loss_mask: bytearray
     logprobs: array[float]
     turn_lens: tuple[int, ...]
+    turn_starts: tuple[int, ...]
     turn_nodes: tuple[NodeId, ...]
     versions: tuple[VersionSpan, ...]
 
@@ -63,6 +64,7 @@ def assemble(lineage: Sequence[Node], *, untrained: Collection[NodeId] = ()) -> 
         loss_mask=loss_mask,
         logprobs=logprobs,
         turn_lens=tuple(len(node.token_ids) for node in responses),
+        turn_starts=tuple(node.prefix_len - len(prompt.token_ids) for node in responses),
         turn_nodes=tuple(node.id for node in responses),
         versions=tuple(span for node in responses for span in node.versions),
     )

@@ -39,7 +39,7 @@ class OverlapLoop(TrainLoop):
     async def _train(self, overlap: Overlap, partition: Partition) -> None:
         """Train on one partition as it fills, write its step down, hand the weights over."""
         rollout_id, started_s, waited_s = partition.rollout_id, trio.current_time(), 0.0
-        transfer = overlap.transfer(partition, batch_rows=self._batch_rows)
+        transfer = overlap.transfer(partition, batch_sessions=self._batch_sessions)
         version = int(self.trainer.weight_version)
         async with self.trainer.phase(rollout_id) as phase:
             while True:
@@ -70,8 +70,8 @@ class OverlapLoop(TrainLoop):
         await self.shared.backend.update_weights(self.trainer.weight_version, self.trainer.weights())
 
     @property
-    def _batch_rows(self) -> int:
-        """Rows of a batch: global_batch_size / num_iters_per_train_update; the first is by default a step's rows."""
+    def _batch_sessions(self) -> int:
+        """global_batch_size / num_iters_per_train_update; the first is by default all Sessions of a step."""
         rollout, train = self.config.rollout, self.config.train
-        n_rows = train.global_batch_size or rollout.rollout_batch_size * rollout.n_samples_per_prompt
-        return max(1, n_rows // train.num_iters_per_train_update)
+        n_sessions = train.global_batch_size or rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        return max(1, n_sessions // train.num_iters_per_train_update)

@@ -39,8 +39,9 @@ class _ProgressSink:
             self._bar.update(finished=self._finished, scored=self._scored, prepared=len(self._prepared))
 
     def _open(self, fields: dict[str, str | int | float | bool | None]) -> None:
-        self._finished = self._scored = 0
-        rollout, sessions = fields["rollout"], fields["sessions"]
+        rollout, sessions, carried = fields["rollout"], fields["sessions"], fields.get("carried", 0)
+        assert isinstance(carried, int), "surplus of earlier steps has paid so many Groups"
+        self._finished, self._scored = 0, carried
         assert isinstance(rollout, int), "the step names its number"
         assert isinstance(sessions, int), "the step says how many Sessions it trains on"
         self._bar = self._bars.enter_context(step_progress(rollout, sessions))

@@ -20,6 +20,7 @@ from relax_trio.data.dataset import Dataset, load_dataset
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.rows import RowStream
 from relax_trio.errors import ConfigError, boundary
+from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset
@@ -28,6 +29,7 @@ from relax_trio.runtime.shared import TurnLimits
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool
 from relax_trio.tokens.codec import ChatCodec
+from relax_trio.tokens.probe import probe_template
 from relax_trio.train.checkpoint import find_latest, load_state
 
 
@@ -113,11 +115,18 @@ def make_save_dir(directory: Path) -> None:
 
 
 def load_codec(config: Config, checkpoint: Path) -> ChatCodec:
-    """Tokenizer, template and parsers of `checkpoint`."""
+    """Tokenizer, template and parsers of `checkpoint`.
+
+    A template that rewrites earlier turns is told as event `template.warned`, with the kinds of turn it does it to.
+    """
     rollout = config.rollout
-    return ChatCodec.load(
+    codec = ChatCodec.load(
         checkpoint, reasoning_parser=rollout.agentic_reasoning_parser, tool_call_parser=rollout.agentic_tool_call_parser
     )
+    rewriting = probe_template(codec.observations).rewriting_text
+    if rewriting:
+        emit("template.warned", rewrites=rewriting, finding=f"relax-trio template {checkpoint}")
+    return codec
 
 
 def make_backend(config: Config, checkpoint: Path, codec: ChatCodec, version: WeightVersion) -> EmbeddedBackend:

@@ -35,6 +35,7 @@ def sample_to_json(sample: Sample) -> JsonObject:
         "response": sample.response,
         "messages": [message_to_json(message) for message in sample.messages],
         "turn_lens": list(sample.turn_lens),
+        "turn_starts": list(sample.turn_starts),
         "weight_versions": [{"version": span.version, "n_tokens": span.n_tokens} for span in sample.weight_versions],
         "response_length": sample.response_length,
         "tokens": cast("list[JsonValue]", sample.tokens.tolist()),
@@ -75,6 +76,7 @@ def sample_from_json(value: JsonObject) -> Sample:
         row=fields["row"],
         messages=tuple(message_from_json(message) for message in fields["messages"]),
         turn_lens=tuple(fields["turn_lens"]),
+        turn_starts=tuple(fields["turn_starts"]),
         advantage=_credit(fields["advantage"]),
     )
 
@@ -117,4 +119,4 @@ def _part(part: dict[str, Any]) -> Part:
 
 
 def _credit(value: Any) -> float | tuple[float, ...] | None:
-    return tuple(value) if isinstance(value, list) else value  # type: ignore[no-any-return]  # it was a number or null
+    return tuple(value) if isinstance(value, list) else cast("float | None", value)

@@ -1,6 +1,6 @@
 """Evaluation of one dataset: every row rolled out `n_samples` times, scored, never trained on.
 
-Every Session is a Group of its own, unless the reward hook is given whole Groups (`--group-rm`): then a row is one Group.
+Every Session is a Group of its own; where the reward hook is given whole Groups (`--group-rm`), a row is one Group.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ first in the next window. At most two partitions are open, so rollout is never m
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from itertools import groupby
 
 import trio
 from attrs import define, field
@@ -54,9 +55,11 @@ class Overlap:
         await self._opened.setdefault(rollout_id, trio.Event()).wait()
         return self._partitions[rollout_id]
 
-    def transfer(self, partition: Partition, *, batch_rows: int) -> Transfer:
-        """What a trainer takes the partition's rows by, `batch_rows` at a time."""
-        return Transfer(overlap=self, partition=partition, batch_rows=batch_rows, max_staleness=self.max_staleness)
+    def transfer(self, partition: Partition, *, batch_sessions: int) -> Transfer:
+        """What a trainer takes the partition's rows by, those of `batch_sessions` Sessions at a time."""
+        return Transfer(
+            overlap=self, partition=partition, batch_sessions=batch_sessions, max_staleness=self.max_staleness
+        )
 
     def seal(self, partition: Partition) -> StepResult:
         """The partition was trained on; its Groups in the order of scoring."""
@@ -147,19 +150,19 @@ class Overlap:
 
 @define(eq=False, kw_only=True)
 class Transfer:
-    """Rows of a partition on their way to the trainer, as they come.
+    """Rows of a partition on their way to the trainer, as they come. The contexts of a Session stay together.
 
     Attributes:
-      batch_rows: rows of a batch; the last one may have fewer.
+      batch_sessions: Sessions of a batch; the last one may have fewer.
       max_staleness: most versions between the weights that are trained and those that served when the oldest turn of a
         Group was dispatched; time in queues counts, because it is looked at when the Group is taken. None: no limit.
     """
 
     overlap: Overlap
     partition: Partition
-    batch_rows: int
+    batch_sessions: int
     max_staleness: int | None
-    _rows: list[Sample] = field(factory=list)
+    _sessions: list[list[Sample]] = field(factory=list)
     _n_taken: int = 0
 
     async def next_batch(self, version: int) -> list[Sample] | None:
@@ -170,20 +173,20 @@ class Transfer:
 
         Cancellation: safe; no row is lost.
         """
-        while len(self._rows) < self.batch_rows:
+        while len(self._sessions) < self.batch_sessions:
             if self._n_taken < len(self.partition.groups):
                 self._take(self.partition.groups[self._n_taken], version)
             elif self.partition.debt:
                 await self.partition.grown.wait()
             else:
                 break
-        batch, self._rows = self._rows[: self.batch_rows], self._rows[self.batch_rows :]
-        return batch or None
+        batch, self._sessions = self._sessions[: self.batch_sessions], self._sessions[self.batch_sessions :]
+        return [sample for rows in batch for sample in rows] or None
 
     def _take(self, group: ScoredGroup, version: int) -> None:
         staleness = version - group.oldest_version
         if self.max_staleness is None or staleness <= self.max_staleness:
-            self._rows += group.samples
+            self._sessions += [list(rows) for _, rows in groupby(group.samples, key=lambda sample: sample.index)]
             self._n_taken += 1
             return
         work = self.overlap.work

@@ -41,4 +41,5 @@ def _build(group: Group, index: int, context: Context, codec: ChatCodec) -> Samp
         row=task.row,
         messages=context.messages,
         turn_lens=context.turn_lens,
+        turn_starts=context.turn_starts,
     )

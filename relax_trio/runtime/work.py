@@ -132,6 +132,7 @@ class Work:
             rollout=step.rollout_id,
             groups=groups,
             sessions=groups * self.config.n_samples_per_prompt,
+            carried=step.n_scored,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._heartbeat, step, name=f"heartbeat of step {step.rollout_id}")

@@ -30,9 +30,11 @@ def make_sample(
 
     Token ids count from 0, every generated token has logprob -0.5 and weight version "0".
     """
-    mask = bytearray()
+    mask, starts = bytearray(), []
     for turn, turn_len in enumerate(turn_lens):
-        mask += bytes([0] * bool(turn) + [1] * turn_len)
+        mask += bytes([0] * bool(turn))
+        starts.append(len(mask))
+        mask += bytes([1] * turn_len)
     return Sample(
         prompt=prompt,
         response=response,
@@ -54,4 +56,5 @@ def make_sample(
         row=group,
         messages=(Message(role="user", content=str(prompt)), Message(role="assistant", content=response)),
         turn_lens=tuple(turn_lens),
+        turn_starts=tuple(starts),
     )

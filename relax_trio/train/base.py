@@ -24,8 +24,9 @@ class Phase(Protocol):
     async def consume(self, samples: Sequence[Sample]) -> None:
         """Train on some rows of the step.
 
-        Gradients add up until `--global-batch-size` rows were consumed; then the optimizer makes a step. Cut into any
-        batches, the same rows in the same order give the same optimizer steps, up to rounding.
+        Gradients add up until `--global-batch-size` Sessions were consumed (with one context a Session, as many rows);
+        then the optimizer makes a step. Cut into any batches, the same rows in the same order give the same optimizer
+        steps, up to rounding.
 
         Args:
           samples: rows, each with its `advantage`; all contexts of a Session in one call.
@@ -39,7 +40,10 @@ class Phase(Protocol):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics as `Trainer.step` returns them. Only after the block was left in order."""
+        """Metrics as `Trainer.step` returns them; only after the block was left in order.
+
+        The gap to rollout is taken under the weights that a row met when it was consumed.
+        """
         ...
 
 
@@ -79,7 +83,7 @@ class Trainer(Protocol):
         """Open the optimizer phase of rollout step `rollout_id`, for rows that come while rollout goes on.
 
         Leaving the block in order makes the last optimizer step, if rows are left for one, and counts the phase.
-        Leaving it by an exception undoes the whole phase.
+        Leaving it by an exception undoes the whole phase. While the block is open the trainer is not saved.
 
         Raises (on leaving):
           TrainError: no row had a trained token, or the last step failed; the trainer is as before the phase.

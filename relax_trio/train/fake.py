@@ -87,6 +87,8 @@ class _FakePhase:
 
     async def consume(self, samples: Sequence[Sample]) -> None:
         """See `Phase.consume`."""
+        seen = {sample.index for sample in self.rows}
+        assert not any(sample.index in seen for sample in samples), "all contexts of a Session come in one batch"
         self.trainer.batches.append((trio.current_time(), self.rollout_id, len(samples)))
         await trio.sleep(self.trainer.consume_s)
         self.rows += samples

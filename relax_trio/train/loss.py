@@ -51,8 +51,8 @@ def clipped_policy_loss(
       logprobs: (K,) float, of the policy being trained; differentiable.
       old_logprobs: (K,) float, recorded at rollout.
       advantages: (K,) float.
-      weights: (K,) float, shares that already hold the normalizer (`packing.row_weights`), so that sums over
-        micro-batches add up to the loss of the whole optimizer batch.
+      weights: (K,) float, see `packing.row_weights`. The normalizer is not among them: it divides the sum over all
+        micro-batches of the optimizer step, when the last of them is there.
       eps_low, eps_high: clip range of the ratio below and above 1.
     """
     log_ratio = logprobs - old_logprobs
@@ -63,13 +63,13 @@ def clipped_policy_loss(
     return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=(bounded > plain).detach(), log_ratio=log_ratio.detach())
 
 
-def mean_kl(log_ratio: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Estimate KL(old || new) from tokens that the old policy sampled: sum_t w_t * (old_t - new_t).
+def kl_sum(log_ratio: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Estimate KL(old || new) from tokens that the old policy sampled: sum_t w_t * (old_t - new_t), undivided.
 
     Source: estimator k1 of Schulman 2020 ("Approximating KL divergence", joschu.net). Unbiased, may be negative.
 
     Args:
       log_ratio: (K,) new minus old logprob.
-      weights: (K,) shares that sum to 1 over the optimizer batch.
+      weights: (K,) as of the loss, see `clipped_policy_loss`.
     """
     return -(weights * log_ratio).sum()

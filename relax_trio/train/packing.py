@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from attrs import frozen
@@ -33,8 +34,8 @@ class Batch:
       loss_mask: (B, T) bool, True exactly on trained tokens.
       rollout_logprobs: (B, T) float64, log probability of the token when it was sampled; 0.0 off the mask.
       advantages: (B, T) float64, 0.0 off the mask.
-      weights: (B, T) float64, share of the token in the loss of the optimizer batch; 0.0 off the mask.
-      rows: for each of the B rows its position in the optimizer batch.
+      weights: (B, T) float64, weight of the token in the undivided loss, see `row_weights`; 0.0 off the mask.
+      rows: for each of the B rows its position among the rows that were packed.
     """
 
     ids: torch.Tensor
@@ -55,63 +56,69 @@ def row_order(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda sample: (sample.row, sample.group_index, sample.index))
 
 
-def split_optimizer_batches(samples: Sequence[Sample], global_batch_size: int | None) -> list[list[Sample]]:
-    """Divide the rows of a step among optimizer steps.
+def split_optimizer_batches(
+    samples: Sequence[Sample], global_batch_size: int | None, *, n_begun: int = 0
+) -> list[list[Sample]]:
+    """Divide rows among optimizer steps.
 
     Sessions are taken in the order of their first row, `global_batch_size` of them a step; all contexts of a Session
     stay together, because they share one normalizer. With one context a Session that counts samples. The last
     optimizer step takes what is left.
 
     Args:
-      samples: rows of the step.
+      samples: rows of the step, or of a part of it.
       global_batch_size: Sessions per optimizer step; None: all in one.
+      n_begun: Sessions that the first optimizer step has already from earlier parts; below `global_batch_size`.
     """
-    sessions: dict[int, list[Sample]] = {}
+    by_session: dict[int, list[Sample]] = {}
     for sample in samples:
-        sessions.setdefault(sample.index, []).append(sample)
-    groups = list(sessions.values())
-    size = global_batch_size or max(len(groups), 1)
-    return [
-        [sample for rows in groups[start : start + size] for sample in rows] for start in range(0, len(groups), size)
-    ]
+        by_session.setdefault(sample.index, []).append(sample)
+    sessions = list(by_session.values())
+    n = len(sessions)
+    starts = range(0) if global_batch_size is None else range(global_batch_size - n_begun, n, global_batch_size)
+    shares = [sessions[start:end] for start, end in pairwise([0, *starts, n])]
+    return [[sample for rows in share for sample in rows] for share in shares if share]
 
 
 def row_weights(samples: Sequence[Sample], *, per_token: bool) -> list[float]:
-    """Weight in the loss of each trained token of each row; over an optimizer batch the weights sum to 1.
+    """Weight of each trained token of each row in the undivided loss of an optimizer step.
 
-    Session mean (default): w = 1 / (S * N_s), with N_s the trained tokens of all contexts of the row's Session and S
-    the Sessions that have any. However a Session is divided into contexts, it weighs 1 / S.
-    Token mean (`per_token`): w = 1 / N, with N the trained tokens of the batch.
+    The loss is sum_t w_t * L_t / `loss_normalizer`, and both parts add up over rows that come one after the other.
+    Session mean (default): w = 1 / N_s, with N_s the trained tokens of all contexts of the row's Session. However a
+    Session is divided into contexts, it weighs 1.
+    Token mean (`per_token`): w = 1.
 
     Args:
-      samples: all rows of one optimizer batch. Weights made from a part of it would be wrong.
+      samples: rows, with all contexts of their Sessions.
 
     Returns:
       One weight per row; 0.0 for a row without trained tokens.
     """
     n_of_row = [sum(sample.loss_mask) for sample in samples]
     if per_token:
-        n_tokens = sum(n_of_row)
-        return [1.0 / n_tokens if n else 0.0 for n in n_of_row]
-    n_of_session: Counter[int] = Counter()
-    for sample, n in zip(samples, n_of_row, strict=True):
-        n_of_session[sample.index] += n
-    n_sessions = sum(1 for n in n_of_session.values() if n)
-    return [
-        1.0 / (n_sessions * n_of_session[sample.index]) if n else 0.0
-        for sample, n in zip(samples, n_of_row, strict=True)
-    ]
+        return [1.0 if n else 0.0 for n in n_of_row]
+    n_of_session = _trained_of_session(samples)
+    return [1.0 / n_of_session[sample.index] if n else 0.0 for sample, n in zip(samples, n_of_row, strict=True)]
+
+
+def loss_normalizer(samples: Sequence[Sample], *, per_token: bool) -> int:
+    """What the undivided loss of these rows is divided by: the sum of the weights of all trained tokens.
+
+    Session mean: the Sessions that have a trained token. Token mean: the trained tokens.
+    """
+    n_of_session = _trained_of_session(samples)
+    return sum(n_of_session.values()) if per_token else sum(1 for n in n_of_session.values() if n)
 
 
 def micro_batches(samples: Sequence[Sample], weights: Sequence[float], size: int) -> list[Batch]:
-    """Pack one optimizer batch into micro-batches of at most `size` rows, longest rows first.
+    """Pack rows of one optimizer step into micro-batches of at most `size` rows, longest rows first.
 
     Rows of like length share a micro-batch, so that little is padded; ties keep their order, so that the result is a
     function of the arguments. Rows without trained tokens are left out, as is all that follows a row's last trained
     token: neither can change the loss.
 
     Args:
-      samples: rows of the optimizer batch.
+      samples: the rows.
       weights: one per row, from `row_weights` over the same rows.
       size: rows per micro-batch.
 
@@ -144,6 +151,14 @@ def check_sample(sample: Sample) -> None:
     prompt_len = len(sample.tokens) - n
     if prompt_len < 0 or (prompt_len == 0 and n and sample.loss_mask[0]):
         raise TrainError(f"{who}: {len(sample.tokens)} tokens leave no prompt before a response of {n}")
+
+
+def _trained_of_session(samples: Sequence[Sample]) -> Counter[int]:
+    """Session → trained tokens of its rows among `samples`."""
+    n_of_session: Counter[int] = Counter()
+    for sample in samples:
+        n_of_session[sample.index] += sum(sample.loss_mask)
+    return n_of_session
 
 
 def _trained_len(sample: Sample) -> int:

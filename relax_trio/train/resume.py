@@ -53,12 +53,14 @@ def write_payload(directory: Path, updater: Updater, companions: Mapping[str, by
 
     Args:
       directory: empty and existing.
-      updater: what is saved; must not train meanwhile.
+      updater: what is saved; between two phases.
       companions: from `read_companions`.
 
     Raises:
-      TrainError: a file could not be written.
+      TrainError: a file could not be written, or a phase is open.
     """
+    if updater.in_phase:
+        raise TrainError(f"checkpoint in {directory}: the optimizer phase under way is neither complete nor undone")
     with boundary(TrainError, f"checkpoint in {directory}", OSError, RuntimeError, SafetensorError):
         save_model(updater.policy.model, directory)
         for name, content in companions.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import trio
+from attrs import define, field
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.data.json import JsonObject
@@ -15,14 +16,17 @@ from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError, boundary
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
+from relax_trio.sync.cleanup import MAX_CLEANUP_S, cleanup_scope
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
 from relax_trio.train.base import Trainer, version_of
 from relax_trio.train.checkpoint import write_checkpoint
+from relax_trio.train.phase import OpenPhase, run_phase
 from relax_trio.train.policy import Policy
 from relax_trio.train.pretrained import load_model
 from relax_trio.train.resume import read_companions, restore, write_payload
 from relax_trio.train.settings import TrainerSettings
-from relax_trio.train.update import GAP_METRICS, PhaseResult, Updater
+from relax_trio.train.stats import PhaseResult
+from relax_trio.train.update import Updater
 
 __all__ = ["TorchTrainer", "Trainer", "open_trainer"]
 
@@ -57,11 +61,32 @@ class TorchTrainer:
         Cancellation: asked for between micro-batches, so that it waits for one of them (forward and backward) and, if
         it was the last, for the AdamW step. A phase given up is undone; one that has ended returns its metrics.
         """
-        with boundary(TrainError, f"training on rollout step {rollout_id} failed", RuntimeError, IndexError):
-            result = await self._pool.run(self._run_phase, samples)
-        for optimizer_step in result.skipped:
-            emit("optimizer_step.skipped", rollout=rollout_id, step=optimizer_step, reason="gradient is not finite")
-        return result.metrics
+        with _failure_of(rollout_id):
+            result = await self._pool.run(run_phase, self._updater, samples, _check_cancelled)
+        return _tell(rollout_id, result)
+
+    @asynccontextmanager
+    async def phase(self, rollout_id: int) -> AsyncIterator[TorchPhase]:
+        """See `Trainer.phase`. The worker thread is free between the batches; a save is refused until the end.
+
+        Cancellation: while a batch is consumed as in `step`; while the phase ends, waits for the AdamW step; else at
+        once. Undoing is shielded and takes a copy of weights and optimizer state, if an optimizer step was made.
+        """
+        opened = OpenPhase(self._updater)
+        phase = TorchPhase(rollout_id, opened, self._pool)
+        try:
+            yield phase
+            assert phase.is_whole, "a phase whose consume was cancelled or failed has to be left by that exception"
+            with _failure_of(rollout_id):
+                result = await self._pool.run(opened.finish)
+        except BaseException:
+            with (
+                cleanup_scope(MAX_CLEANUP_S, f"optimizer phase of rollout step {rollout_id}"),
+                boundary(TrainError, f"training on rollout step {rollout_id} could not be undone", RuntimeError),
+            ):
+                await self._pool.run(opened.give_up)
+            raise
+        phase.result = _tell(rollout_id, result)
 
     def weights(self) -> WeightSource:
         """See `Trainer.weights`. The same copy until the next phase ends."""
@@ -74,11 +99,35 @@ class TorchTrainer:
         emit("checkpoint.saved", version=self.weight_version, path=str(path))
         return path
 
-    def _run_phase(self, samples: Sequence[Sample]) -> PhaseResult:
-        result = self._updater.run_phase(samples, _check_cancelled)
-        odd = {name for name, value in result.metrics.items() if not math.isfinite(value)}
-        assert odd <= set(GAP_METRICS), f"{odd} are not finite"
-        return result
+
+@define(eq=False)
+class TorchPhase:
+    """`Phase` of a `TorchTrainer`.
+
+    Attributes:
+      is_whole: every call so far has ended in order.
+      result: metrics, once the block was left in order.
+    """
+
+    _rollout_id: int
+    _opened: OpenPhase
+    _pool: CpuPool
+    is_whole: bool = field(default=True, init=False)
+    result: dict[str, float] | None = field(default=None, init=False)
+
+    async def consume(self, samples: Sequence[Sample]) -> None:
+        """See `Phase.consume`. The contexts of a Session may be in any place of a batch, but in one batch only."""
+        assert self.is_whole, "a phase whose consume was cancelled or failed takes no rows"
+        self.is_whole = False
+        with _failure_of(self._rollout_id):
+            await self._pool.run(self._opened.consume, samples, _check_cancelled)
+        self.is_whole = True
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `Phase.metrics`; for what the gap to rollout is of, see `stats.GAP_METRICS`."""
+        assert self.result is not None, "metrics of a phase that has not ended in order"
+        return self.result
 
 
 async def open_trainer(
@@ -106,6 +155,18 @@ def _open(settings: TrainerSettings, source: Path, resume: Path | None, pool: Cp
     if resume is not None:
         restore(updater, resume)
     return TorchTrainer(updater, read_companions(source), pool)
+
+
+def _failure_of(rollout_id: int) -> AbstractContextManager[None]:
+    """What torch raises for want of memory, or over rows no check foresaw, becomes a TrainError."""
+    return boundary(TrainError, f"training on rollout step {rollout_id} failed", RuntimeError, IndexError)
+
+
+def _tell(rollout_id: int, result: PhaseResult) -> dict[str, float]:
+    """The metrics of a completed phase; its skipped optimizer steps are told as events."""
+    for optimizer_step in result.skipped:
+        emit("optimizer_step.skipped", rollout=rollout_id, step=optimizer_step, reason="gradient is not finite")
+    return result.metrics
 
 
 def _check_cancelled() -> None:

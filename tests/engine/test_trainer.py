@@ -4,160 +4,50 @@ from __future__ import annotations
 
 import math
 import shutil
-from array import array
 
 import pytest
 import torch
 import trio
 from attrs import evolve
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from builders_train import (
+    CPU,
+    VOCAB,
+    cancel_at_score,
+    make_sample,
+    off_policy,
+    relative,
+    rollout,
+    same_tensors,
+    settings,
+    tiny_model,
 )
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relax_trio.config.tree import TrainConfig
-from relax_trio.data.sample import Sample
 from relax_trio.errors import ConfigError, TrainError
-from relax_trio.ids import GroupId, PlaceId
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.train.checkpoint import find_latest, load_state
-from relax_trio.train.packing import micro_batches, row_weights
+from relax_trio.train.phase import run_phase
 from relax_trio.train.policy import Distribution, Policy
 from relax_trio.train.pretrained import load_model
 from relax_trio.train.recompute import logprob_gap, recompute_logprobs
-from relax_trio.train.settings import TrainerSettings
+from relax_trio.train.stats import GAP_METRICS
 from relax_trio.train.trainer import open_trainer
-from relax_trio.train.update import GAP_METRICS, Updater
+from relax_trio.train.update import Updater
 
-pytestmark = pytest.mark.engine
-
-VOCAB = 64
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
-CPU = torch.device("cpu")
-
-
-def tiny_model(kind="qwen3", seed=0):
-    torch.manual_seed(seed)
-    if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
-    elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
-    else:
-        model = Gemma2ForCausalLM(Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_implementation="eager"))
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            torch.nn.init.normal_(parameter, std=0.2)  # far from uniform, so that mistakes show
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A Qwen3 checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("hf")
-    tiny_model().save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, chat_template="{{ messages }}").save_pretrained(path)
-    return path
-
-
-def make_sample(tokens, mask, *, index=0, advantage=1.0, logprobs=None, group_index=0):
-    return Sample(
-        prompt="",
-        response="",
-        label=None,
-        tokens=array("i", tokens),
-        response_length=len(mask),
-        loss_mask=bytearray(mask),
-        rollout_log_probs=array("d", logprobs or [0.0] * len(mask)),
-        reward=None,
-        metadata={},
-        index=index,
-        group_index=group_index,
-        status="completed",
-        weight_versions=(),
-        place=PlaceId(f"G{group_index}/{index}"),
-        group=GroupId(f"G{group_index}"),
-        name=None,
-        row=0,
-        messages=(),
-        turn_lens=(),
-        advantage=advantage,
-    )
-
-
-def rollout(model, n, *, temperature=1.0, seed=0, max_len=12):
-    """On-policy rows of varied length, with untrained stretches, logprobs taken from unpadded full logits."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for index in range(n):
-        prompt_len, response_len = (int(torch.randint(1, max_len, (1,), generator=generator)) for _ in range(2))
-        tokens = torch.randint(0, VOCAB, (prompt_len,), generator=generator).tolist()
-        mask, logprobs = [], []
-        for t in range(response_len):
-            with torch.no_grad():
-                log_probs = (model(torch.tensor([tokens])).logits[0, -1] / (temperature or 1.0)).log_softmax(-1)
-            token = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
-            mask.append(int(t % 3 != 1))
-            logprobs.append(float(log_probs[token]) if mask[-1] else 0.0)
-            tokens.append(token)
-        advantage = float(torch.randn(1, generator=generator))
-        rows.append(make_sample(tokens, mask, index=index // 2, advantage=advantage, logprobs=logprobs))
-    return rows
-
-
-def off_policy(samples, seed=1):
-    """The same rows as if another policy had sampled them."""
-    noise = torch.Generator().manual_seed(seed)
-    return [
-        evolve(
-            s,
-            rollout_log_probs=array(
-                "d",
-                [
-                    p + 0.3 * float(torch.randn(1, generator=noise)) if m else 0.0
-                    for p, m in zip(s.rollout_log_probs, s.loss_mask, strict=True)
-                ],
-            ),
-        )
-        for s in samples
-    ]
-
-
-def settings(**train):
-    distribution = train.pop("distribution", Distribution())
-    deterministic = train.pop("deterministic", False)
-    return TrainerSettings(
-        train=TrainConfig(**{"lr": 1e-3, **train}), distribution=distribution, deterministic=deterministic, device=CPU
-    )
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_torch_thread")]
 
 
 def gradient_of(model, samples, *, policy=None, **train):
-    """Flat gradient of one optimizer batch, as the trainer accumulates it."""
-    config = settings(**train)
-    updater = Updater(policy or Policy(model), config)
-    weights = row_weights(samples, per_token=config.train.calculate_per_token_loss)
-    stats = updater.accumulate(micro_batches(samples, weights, config.train.micro_batch_size))
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    model.zero_grad()
-    return gradient, stats
+    """Flat gradient of one optimizer step, as AdamW gets it, and the metrics; the model stays as it is."""
+    updater = Updater(policy or Policy(model), settings(**{"lr": 0.0, "clip_grad": 0.0, **train}))
+    seen = []
+    updater._optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    )
+    metrics = run_phase(updater, samples, lambda: None).metrics
+    (gradient,) = seen
+    return gradient, metrics
 
 
 def plain_gradient(model, samples, *, temperature=1.0, eps=0.2):
@@ -181,10 +71,6 @@ def plain_gradient(model, samples, *, temperature=1.0, eps=0.2):
     return gradient, float(total.detach())
 
 
-def relative(found, expected):
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_gradient_is_that_of_the_formula_over_unpadded_rows(kind, temperature):
@@ -192,9 +78,9 @@ def test_the_gradient_is_that_of_the_formula_over_unpadded_rows(kind, temperatur
     samples = off_policy(rollout(model, 6, temperature=temperature))
     expected, loss = plain_gradient(model, samples, temperature=temperature)
     distribution = Distribution(temperature=temperature)
-    gradient, stats = gradient_of(model, samples, distribution=distribution, micro_batch_size=4)
+    gradient, metrics = gradient_of(model, samples, distribution=distribution, micro_batch_size=4)
     assert relative(gradient, expected) < 1e-6
-    assert stats.sums["train/loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["train/loss"] == pytest.approx(loss, rel=1e-6)
     in_float32, _ = gradient_of(model.float(), samples, distribution=distribution, micro_batch_size=4)
     assert relative(in_float32, expected) < 1e-5
 
@@ -203,12 +89,12 @@ def test_the_gradient_is_that_of_the_formula_over_unpadded_rows(kind, temperatur
 def test_any_split_into_micro_batches_has_the_gradient_of_one_batch(per_token):
     model = tiny_model().double()
     samples = off_policy(rollout(model, 9))
-    whole, stats = gradient_of(model, samples, micro_batch_size=9, calculate_per_token_loss=per_token)
+    whole, metrics = gradient_of(model, samples, micro_batch_size=9, calculate_per_token_loss=per_token)
     for size in (1, 2, 4):
-        split, split_stats = gradient_of(model, samples, micro_batch_size=size, calculate_per_token_loss=per_token)
+        split, split_metrics = gradient_of(model, samples, micro_batch_size=size, calculate_per_token_loss=per_token)
         assert relative(split, whole) < 1e-6
-        assert split_stats.sums == pytest.approx(stats.sums, rel=1e-6)
-        assert split_stats.n_tokens == stats.n_tokens == sum(sum(s.loss_mask) for s in samples)
+        assert split_metrics == pytest.approx(metrics, rel=1e-6)
+    assert metrics["train/n_tokens"] == sum(sum(s.loss_mask) for s in samples)
 
 
 def test_splitting_a_session_into_contexts_leaves_the_gradient_as_it_was():
@@ -228,10 +114,10 @@ def test_splitting_a_session_into_contexts_leaves_the_gradient_as_it_was():
 def test_logits_computed_in_chunks_have_the_same_gradient():
     model = tiny_model("llama").double()
     samples = rollout(model, 5)
-    whole, stats = gradient_of(model, samples)
-    chunked, chunked_stats = gradient_of(model, samples, policy=Policy(model, chunk_elements=3 * VOCAB))
+    whole, metrics = gradient_of(model, samples)
+    chunked, chunked_metrics = gradient_of(model, samples, policy=Policy(model, chunk_elements=3 * VOCAB))
     assert relative(chunked, whole) < 1e-6
-    assert chunked_stats.sums == pytest.approx(stats.sums, rel=1e-6)
+    assert chunked_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2"])
@@ -350,7 +236,7 @@ async def test_clip_grad_bounds_the_gradient_and_tells_its_norm_before(checkpoin
     gradient, _ = gradient_of(model, samples)
     for clip in (0.0, 1e-3):
         updater = Updater(Policy(tiny_model()), settings(clip_grad=clip))
-        metrics = updater.run_phase(samples, lambda: None).metrics
+        metrics = run_phase(updater, samples, lambda: None).metrics
         assert metrics["train/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
 
 
@@ -443,26 +329,6 @@ async def test_a_cancel_in_the_last_micro_batch_lets_the_phase_end(checkpoint, m
     assert trainer.weight_version == "1"
 
 
-def same_tensors(a, b):
-    return a.tensors.keys() == b.tensors.keys() and all(
-        torch.equal(t, b.tensors[name]) for name, t in a.tensors.items()
-    )
-
-
-def cancel_at_score(n, monkeypatch, scope):
-    """Cancel `scope` while the nth micro-batch is at work; returns the list that counts them."""
-    score, seen = Policy.score, []
-
-    def scoring(self, batch, distribution):
-        seen.append(batch)
-        if len(seen) == n:
-            trio.from_thread.run_sync(scope.cancel)
-        return score(self, batch, distribution)
-
-    monkeypatch.setattr(Policy, "score", scoring)
-    return seen
-
-
 async def test_a_resumed_run_computes_the_same_losses_and_weights_bit_by_bit(checkpoint, tmp_path):
     phases = [off_policy(rollout(tiny_model(), 6, seed=seed), seed=seed) for seed in range(5)]
     config = settings(lr_warmup_iters=3, weight_decay=0.1, global_batch_size=2, deterministic=True)
@@ -514,7 +380,7 @@ async def test_a_damaged_or_foreign_checkpoint_is_refused_by_file(checkpoint, tm
     with pytest.raises(ConfigError, match="cannot be loaded"):
         await open_trainer(settings(), tmp_path / "missing")
     other = Updater(Policy(tiny_model("llama")), settings())
-    other.run_phase(rollout(tiny_model(), 2), lambda: None)
+    run_phase(other, rollout(tiny_model(), 2), lambda: None)
     mine = Updater(Policy(load_model(checkpoint, CPU)), settings())
     with pytest.raises(ValueError, match="size of optimizer's group"):
         mine.restore(other.state())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -11,12 +14,13 @@ from builders_runtime import LIMITS, answer, make_tasks, open_work, user
 
 from relax_trio.agent.fake import AgentExit
 from relax_trio.backend.fake import FakeBackend
-from relax_trio.config.tree import Config, EvalConfig, RolloutConfig, TrainConfig
+from relax_trio.config.tree import Config, EvalConfig, RewardConfig, RolloutConfig, TrainConfig
 from relax_trio.data.rows import RowStream
 from relax_trio.errors import TrainError
 from relax_trio.loop.evidence import Evidence
 from relax_trio.loop.overlap import OverlapLoop
 from relax_trio.observe.metrics import read_metrics
+from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.train.fake import FakeTrainer
@@ -40,10 +44,12 @@ async def ask(agent):
 
 
 @asynccontextmanager
-async def open_loop(tmp_path, of_row, agent=ask, *, n_steps=3, trainer=None, train=None, evaluate=None, **rollout):
+async def open_loop(
+    tmp_path, of_row, agent=ask, *, n_steps=3, trainer=None, train=None, evaluate=None, reward=None, **rollout
+):
     """A fully async run of two Groups of one Session a step."""
     rollout = {"n_samples_per_prompt": 1, "rollout_batch_size": 2, "fully_async": True, **rollout}
-    async with open_work(agent, n_rows=32, backend=seconds(of_row), **rollout) as work:
+    async with open_work(agent, n_rows=32, backend=seconds(of_row), reward=reward, **rollout) as work:
         work.n_steps = n_steps
         config = Config(
             rollout=RolloutConfig(**rollout),
@@ -242,3 +248,28 @@ async def test_a_stop_at_any_moment_leaves_nothing_and_gives_every_row_back(auto
         if (tmp_path / "metrics.jsonl").exists()
         else loop.trainer.n_phases == 0
     )
+
+
+async def test_the_contexts_of_a_session_reach_the_trainer_in_one_batch(autojump_clock, tmp_path, monkeypatch):
+    """Two contexts a Session, batches of one Session: two rows each. FakeTrainer refuses a Session in two batches."""
+    module = types.ModuleType("advantage_under_test")
+    module.fn = lambda slots: [dict.fromkeys(slot, 1.0) for slot in slots]
+    monkeypatch.setitem(sys.modules, "advantage_under_test", module)
+
+    async def agent(agent):
+        question = user(agent.session_input["messages"][0]["content"])
+        reply = await agent.client.chat(agent, question)
+        more = await agent.client.chat(agent, question, reply, user("more"))
+        histories = {"first": [question, reply], "whole": [question, reply, user("more"), more]}
+        agent.write_output(
+            *({"name": name, "messages": [m.to_chat() for m in history]} for name, history in histories.items())
+        )
+
+    config = RewardConfig(agentic_custom_advantage_path="advantage_under_test.fn")
+    scorer = RewardScorer(config, SimpleNamespace(), InlineCpuPool())
+    async with open_loop(
+        tmp_path, lambda row: 3, agent, n_steps=2, reward=scorer, train={"global_batch_size": 1}
+    ) as loop:
+        await loop.run()
+
+    assert [n_rows for _, _, n_rows in loop.trainer.batches] == [2, 2, 2, 2]

@@ -74,6 +74,7 @@ def samples(draw):
         row=draw(st.integers(0, 2**40)),
         messages=tuple(draw(st.lists(messages, max_size=3))),
         turn_lens=tuple(draw(st.lists(st.integers(0, 2**20), max_size=3))),
+        turn_starts=tuple(draw(st.lists(st.integers(0, 2**20), max_size=3))),
         advantage=draw(st.none() | finite),
     )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relax_trio.backend.embedded.sampling import Draw, sampling_log_probs
 from relax_trio.config.tree import RolloutConfig, TrainConfig
 from relax_trio.errors import ConfigError
-from relax_trio.train.loss import clipped_policy_loss, mean_kl
+from relax_trio.train.loss import clipped_policy_loss, kl_sum
 from relax_trio.train.policy import Distribution
 from relax_trio.train.schedule import learning_rate, n_optimizer_steps
 
@@ -48,7 +48,7 @@ def test_clipped_loss_and_gradient_equal_the_formula_of_each_token(rows, dtype):
     assert float(result.loss.detach()) == pytest.approx(sum(e[0] for e in expected), rel=1e-5, abs=1e-6)
     for found, (_, want), skip in zip(gradient.tolist(), expected, near_bound, strict=True):
         assert skip or found == pytest.approx(want, rel=1e-5, abs=1e-12)
-    assert float(mean_kl(result.log_ratio, weight)) == pytest.approx(
+    assert float(kl_sum(result.log_ratio, weight)) == pytest.approx(
         sum(w * (o - n) for n, o, _, w in zip(*(c.tolist() for c in columns), strict=True)), rel=1e-4, abs=1e-5
     )
 

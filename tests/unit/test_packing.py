@@ -15,7 +15,7 @@ from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError
 from relax_trio.ids import GroupId, PlaceId
 from relax_trio.train.advantage import token_advantages
-from relax_trio.train.packing import micro_batches, row_order, row_weights, split_optimizer_batches
+from relax_trio.train.packing import loss_normalizer, micro_batches, row_order, row_weights, split_optimizer_batches
 
 
 def make_sample(mask, *, prompt_len=2, index=0, group_index=0, row=0, advantage=1.0, first_id=1, logprob=-0.5):
@@ -40,6 +40,7 @@ def make_sample(mask, *, prompt_len=2, index=0, group_index=0, row=0, advantage=
         row=row,
         messages=(),
         turn_lens=(),
+        turn_starts=(),
         advantage=advantage,
     )
 
@@ -102,21 +103,36 @@ def test_session_mean_gives_every_session_the_same_weight_however_many_contexts_
         if any(sample.loss_mask):
             of_session[sample.index] += weight * sum(sample.loss_mask)
     for total in of_session.values():
-        assert total == pytest.approx(1 / len(of_session))
+        assert total == pytest.approx(1)
+    assert loss_normalizer(samples, per_token=False) == len(of_session)
 
 
 @given(row_lists())
 def test_token_mean_gives_every_token_the_same_weight(samples):
-    weights = row_weights(samples, per_token=True)
-    n = sum(sum(s.loss_mask) for s in samples)
-    assert weights == [1 / n if any(s.loss_mask) else 0.0 for s in samples]
+    assert row_weights(samples, per_token=True) == [float(any(s.loss_mask)) for s in samples]
+    assert loss_normalizer(samples, per_token=True) == sum(sum(s.loss_mask) for s in samples)
 
 
 def test_two_contexts_of_a_session_share_the_normalizer_of_one():
     whole = [make_sample([1, 1, 1, 1], index=0), make_sample([1, 1], index=1)]
     halves = [make_sample([1, 1, 0, 0], index=0), make_sample([0, 0, 1, 1], index=0), make_sample([1, 1], index=1)]
-    assert row_weights(whole, per_token=False) == [1 / 8, 1 / 4]
-    assert row_weights(halves, per_token=False) == [1 / 8, 1 / 8, 1 / 4]
+    assert row_weights(whole, per_token=False) == [1 / 4, 1 / 2]
+    assert row_weights(halves, per_token=False) == [1 / 4, 1 / 4, 1 / 2]
+    assert loss_normalizer(whole, per_token=False) == loss_normalizer(halves, per_token=False) == 2
+
+
+@given(row_lists(), st.booleans(), st.randoms(use_true_random=False))
+def test_weights_and_normalizers_of_parts_are_those_of_the_whole(samples, per_token, random):
+    """For parts that hold whole Sessions: the rows may then come in any batches."""
+    n_parts = 3
+    part_of = {index: random.randrange(n_parts) for index in {s.index for s in samples}}
+    parts = [[s for s in samples if part_of[s.index] == part] for part in range(n_parts)]
+    whole = {id(s): w for s, w in zip(samples, row_weights(samples, per_token=per_token), strict=True)}
+    for part in parts:
+        assert row_weights(part, per_token=per_token) == [whole[id(s)] for s in part]
+    assert sum(loss_normalizer(part, per_token=per_token) for part in parts) == loss_normalizer(
+        samples, per_token=per_token
+    )
 
 
 def test_optimizer_batches_keep_the_contexts_of_a_session_together():
@@ -124,7 +140,26 @@ def test_optimizer_batches_keep_the_contexts_of_a_session_together():
     batches = split_optimizer_batches(rows, 2)
     assert [[s.index for s in batch] for batch in batches] == [[5, 5, 3, 3], [4]]
     assert split_optimizer_batches(rows, None) == [[rows[0], rows[2], rows[1], rows[4], rows[3]]]
-    assert split_optimizer_batches([], None) == []
+    assert split_optimizer_batches([], None) == split_optimizer_batches([], 2) == []
+
+
+@given(st.lists(st.lists(st.integers(1, 3), max_size=5), max_size=5), st.sampled_from([None, 1, 2, 3, 7]))
+def test_optimizer_batches_of_parts_are_those_of_the_whole(parts, size):
+    """`parts` gives for each part the number of contexts of each of its Sessions."""
+    numbers = iter(range(100))
+    rows = [[make_sample([1], index=next(numbers)) for n in part] for part in parts]
+    rows = [
+        [s for s, n in zip(row, part, strict=True) for _ in range(n)] for row, part in zip(rows, parts, strict=True)
+    ]
+    joined, n_begun = [[]], 0
+    for part in rows:
+        for share in split_optimizer_batches(part, size, n_begun=n_begun):
+            joined[-1] += share
+            n_begun += len({s.index for s in share})
+            if n_begun == size:
+                joined.append([])
+                n_begun = 0
+    assert [batch for batch in joined if batch] == split_optimizer_batches([s for part in rows for s in part], size)
 
 
 def test_row_order_does_not_depend_on_which_group_failed_first_and_took_its_row_again():
