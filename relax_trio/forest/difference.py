@@ -1,21 +1,35 @@
 """Why a record equals no committed state: the nearest one, and the first thing in which they differ.
 
-Made for an error message that a person acts on; it may compare against many states and is not on any hot path.
+Made for an error message that a person acts on; it looks at every committed message once and is on no hot path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
+
+from attrs import frozen
 
 from relax_trio.data.json import JsonObject, JsonValue, canonical_json
 from relax_trio.data.messages import Message
+from relax_trio.errors import EngineFault
 from relax_trio.forest.forest import SessionForest
-from relax_trio.forest.hashing import visible_hash
+from relax_trio.forest.hashing import message_hash, visible_hash
 from relax_trio.forest.node import Node, Tree
+from relax_trio.ids import NodeId
 
 _SHOWN_CHARS: Final = 40
 _FIELDS: Final[tuple[str, ...]] = ("role", "tool_call_id", "content", "reasoning_content")
+
+
+@frozen
+class _Nearness:
+    """What a record and a committed state have in common: their first `n_common` messages, then the state has `other`
+    (None where it ends there)."""
+
+    node: Node
+    n_common: int
+    other: Message | None
 
 
 def explain_unknown_state(
@@ -27,92 +41,112 @@ def explain_unknown_state(
     """One line that names the nearest committed state and the first difference from it."""
     if not forest.trees:
         return "nothing was committed in this Session"
-    tree, elsewhere = _nearest_tree(forest, messages, tools, chat_template_kwargs)
-    if elsewhere is not None:
-        return elsewhere
-    node, n_common = _nearest_node(forest, messages, tree)
-    theirs = forest.messages(node)
-    name = f"the nearest committed state is node {node.id} ({len(theirs)} messages)"
-    if n_common == len(messages):
-        return (
-            f"{name}; the record ends before its messages[{n_common}] ({theirs[n_common].role} "
-            f"{_shown(theirs[n_common].content)}), and no state was committed there"
-        )
-    if n_common == len(theirs):
-        extra = messages[n_common]
-        return f"{name}; the record goes on with messages[{n_common}] ({extra.role} {_shown(extra.content)})"
-    field, ours, committed = _first_field(forest, messages[n_common], theirs[n_common])
-    return f"{name}; first difference: messages[{n_common}].{field}: {_two_texts(ours, committed)}"
+    tree = forest.known_tree(tools, chat_template_kwargs)
+    if tree is None:
+        return _explain_tree(forest, messages, tools, chat_template_kwargs)
+    near = _nearest(forest, messages, tree)
+    name = f"the nearest committed state is node {near.node.id} ({near.node.n_messages} messages)"
+    at = near.n_common
+    if near.other is None:
+        return f"{name}; the record goes on with messages[{at}] ({_who(messages[at])})"
+    if at == len(messages):
+        return f"{name}; the record ends before its messages[{at}] ({_who(near.other)}), where nothing was committed"
+    field, ours, committed = _first_field(messages[at], near.other)
+    return f"{name}; first difference: messages[{at}].{field}: {_two_texts(ours, committed)}"
 
 
-def _nearest_tree(
+def _explain_tree(
     forest: SessionForest, messages: Sequence[Message], tools: Sequence[JsonObject], kwargs: JsonObject
-) -> tuple[Tree, str | None]:
-    """The record's own tree, or the one its messages fit best with what differs in tools or arguments."""
-    own = forest.known_tree(tools, kwargs)
-    if own is not None:
-        return own, None
-    tree = max(forest.trees, key=lambda t: _nearest_node(forest, messages, t)[1])
-    node, n_common = _nearest_node(forest, messages, tree)
-    lines = []
+) -> str:
+    """The state that the messages fit best, and how tools or template arguments differ from its own."""
+    near = max((_nearest(forest, messages, tree) for tree in forest.trees), key=lambda one: one.n_common)
+    tree = near.node.tree
+    assert tree is not None, "only the technical root has no tree"
     listed: list[JsonValue] = list(tools)
     theirs: list[JsonValue] = list(tree.tools)
-    for field, ours, committed in (
-        ("tools", listed, theirs),
-        ("chat_template_kwargs", kwargs, tree.chat_template_kwargs),
-    ):
-        if canonical_json(ours) != canonical_json(committed):
-            lines.append(f"{field}: {_two_texts(canonical_json(ours), canonical_json(committed))}")
-    return tree, (
-        f"the nearest committed state is node {node.id} ({node.n_messages} messages, {n_common} in common); first "
-        f"difference: {'; '.join(lines)}"
+    differences = [
+        f"{field}: {_two_texts(canonical_json(ours), canonical_json(committed))}"
+        for field, ours, committed in (
+            ("tools", listed, theirs),
+            ("chat_template_kwargs", kwargs, tree.chat_template_kwargs),
+        )
+        if canonical_json(ours) != canonical_json(committed)
+    ]
+    return (
+        f"the nearest committed state is node {near.node.id} ({near.node.n_messages} messages, {near.n_common} in "
+        f"common); first difference: {'; '.join(differences)}"
     )
 
 
-def _nearest_node(forest: SessionForest, messages: Sequence[Message], tree: Tree) -> tuple[Node, int]:
+def _nearest(forest: SessionForest, messages: Sequence[Message], tree: Tree) -> _Nearness:
     """The state of `tree` with most messages in common from the start, the most similar of several."""
+    all_of_tree = list(_compare(forest, messages, tree))
+    n_common = max(near.n_common for near in all_of_tree)
+    nearest = [near for near in all_of_tree if near.n_common == n_common]
+    likeness: dict[int, tuple[int, int]] = {}
+    for near in nearest:
+        if near.other is not None and n_common < len(messages) and id(near.other) not in likeness:
+            likeness[id(near.other)] = _likeness(messages[n_common], near.other)
 
-    def nearness(node: Node) -> tuple[int, int, int, int]:
-        theirs = forest.messages(node)
-        n_common = _n_common(forest, messages, theirs)
-        alike = chars = 0
-        if n_common < min(len(messages), len(theirs)):
-            alike, chars = _likeness(forest, messages[n_common], theirs[n_common])
-        return n_common, alike, chars, -abs(len(theirs) - len(messages))
+    def nearness(near: _Nearness) -> tuple[tuple[int, int], int]:
+        return likeness.get(id(near.other), (0, 0)), -abs(near.node.n_messages - len(messages))
 
-    node = max((node for node in forest.nodes if node.tree is tree), key=nearness)
-    return node, _n_common(forest, messages, forest.messages(node))
-
-
-def _n_common(forest: SessionForest, ours: Sequence[Message], theirs: Sequence[Message]) -> int:
-    pairs = zip(ours, theirs, strict=False)
-    shorter = min(len(ours), len(theirs))
-    return next((i for i, (one, other) in enumerate(pairs) if not _same(forest, one, other)), shorter)
+    return max(nearest, key=nearness)
 
 
-def _same(forest: SessionForest, ours: Message, theirs: Message) -> bool:
-    if ours == theirs:
+def _compare(forest: SessionForest, messages: Sequence[Message], tree: Tree) -> Iterator[_Nearness]:
+    """Every state of `tree`, parents first: a child goes on where its parent's comparison ended."""
+    found: dict[NodeId, _Nearness] = {}
+    for node in forest.nodes:
+        if node.tree is not tree or node.parent is None:
+            continue
+        n_common, other = 0, None
+        if node.parent.id in found:
+            n_common, other = found[node.parent.id].n_common, found[node.parent.id].other
+        if n_common == node.parent.n_messages and other is None:
+            n_same = _n_same(forest, messages[n_common:], node)
+            n_common += n_same
+            other = node.messages[n_same] if n_same < len(node.messages) else None
+        found[node.id] = _Nearness(node, n_common, other)
+        yield found[node.id]
+
+
+def _n_same(forest: SessionForest, messages: Sequence[Message], node: Node) -> int:
+    """How many of the delta's messages `messages` begins with."""
+    pairs = zip(messages, node.messages, strict=False)
+    shorter = min(len(messages), len(node.messages))
+    return next((i for i, (ours, theirs) in enumerate(pairs) if not _same(forest, ours, theirs, node)), shorter)
+
+
+def _same(forest: SessionForest, ours: Message, theirs: Message, node: Node) -> bool:
+    if ours == theirs or message_hash(ours) == message_hash(theirs):
         return True
-    silent = forest.unechoed_reasoning == "restore" and ours.role == "assistant" and ours.reasoning_content is None
-    return silent and visible_hash(ours) == visible_hash(theirs)
+    silent = ours.role == "assistant" and ours.reasoning_content is None
+    restores = forest.unechoed_reasoning == "restore" and node.kind == "response" and silent
+    return restores and message_hash(ours) == visible_hash(theirs)
 
 
-def _likeness(forest: SessionForest, ours: Message, theirs: Message) -> tuple[int, int]:
+def _likeness(ours: Message, theirs: Message) -> tuple[int, int]:
     """How many fields are equal, and how many characters of the first differing one."""
     one, other = _field_texts(ours), _field_texts(theirs)
     alike = sum(value == other.get(key) for key, value in one.items())
-    _, mine, committed = _first_field(forest, ours, theirs)
+    _, mine, committed = _first_field(ours, theirs)
     return alike, _first_char(mine, committed)
 
 
-def _first_field(forest: SessionForest, ours: Message, theirs: Message) -> tuple[str, str, str]:
+def _first_field(ours: Message, theirs: Message) -> tuple[str, str, str]:
+    """Path of the first differing field, and the two texts.
+
+    Absent reasoning comes last: its absence alone rarely keeps a record from matching.
+    """
     one, other = _field_texts(ours), _field_texts(theirs)
-    if forest.unechoed_reasoning == "restore" and ours.reasoning_content is None:
-        other.pop("reasoning_content", None)  # its absence alone would not have kept the record from matching
-    for key in [*one, *(key for key in other if key not in one)]:
-        if one.get(key) != other.get(key):
-            return key, one.get(key, "absent"), other.get(key, "absent")
-    return "role", ours.role, theirs.role
+    fields = [*one, *(key for key in other if key not in one)]
+    if ours.reasoning_content is None:
+        fields.sort(key=lambda field: field == "reasoning_content")
+    for field in fields:
+        if one.get(field) != other.get(field):
+            return field, one.get(field, "absent"), other.get(field, "absent")
+    raise EngineFault("two messages differ, but none of their fields does")
 
 
 def _field_texts(message: Message) -> dict[str, str]:
@@ -132,8 +166,15 @@ def _text(value: JsonValue) -> str:
 
 
 def _first_char(ours: str, theirs: str) -> int:
-    pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    """Length of the longest common prefix, by halving: texts may be long."""
+    low, high = 0, min(len(ours), len(theirs))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours[low:middle] == theirs[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _two_texts(ours: str, theirs: str) -> str:
@@ -148,6 +189,7 @@ def _around(text: str, at: int) -> str:
     return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"
 
 
-def _shown(value: object) -> str:
-    text = "" if value is None else str(value)
-    return repr(text[:_SHOWN_CHARS]) + ("…" if len(text) > _SHOWN_CHARS else "")
+def _who(message: Message) -> str:
+    """Role and beginning of a message."""
+    text = _field_texts(message).get("content") or ", ".join(f"call {call.name}" for call in message.tool_calls)
+    return f"{message.role} {text[:_SHOWN_CHARS]!r}" + ("…" if len(text) > _SHOWN_CHARS else "")

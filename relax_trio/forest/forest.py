@@ -9,7 +9,9 @@ Not here: encoding (tokens/), selection for training (export.py), retries and de
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 from array import array
 from collections.abc import Sequence
 
@@ -37,22 +39,22 @@ class Match:
       observation: the committed observation below `parent` that equals the request, if there is one; its tokens are
         used and nothing is encoded.
       new_messages: messages behind `parent`; those of `observation` where that is set. Never empty.
-      state: identity of the whole request.
+      new_states: state of the conversation after each of them; of `observation` only the last.
       tree: its tools and template arguments.
-      restored: responses recognized although the client left out their reasoning.
+      n_restored: messages of the request that were taken as a committed response with reasoning.
     """
 
     parent: Node
     observation: Node | None
     new_messages: tuple[Message, ...]
-    state: StateHash
+    new_states: tuple[StateHash, ...]
     tree: Tree
-    restored: tuple[Node, ...] = ()
+    n_restored: int = 0
 
     @property
-    def n_restored(self) -> int:
-        """How many messages of the request were taken as a committed response with reasoning."""
-        return len(self.restored)
+    def state(self) -> StateHash:
+        """Identity of the whole request."""
+        return self.new_states[-1]
 
 
 class SessionForest:
@@ -78,6 +80,7 @@ class SessionForest:
         self._nodes = [self._root]
         self._index = StateIndex()
         self._trees: dict[StateHash, Tree] = {}
+        self._root_states: dict[bytes, StateHash] = {}
         self._n_restored = 0
 
     @property
@@ -106,7 +109,7 @@ class SessionForest:
 
     @property
     def n_restored(self) -> int:
-        """Responses that some client sent back without their reasoning."""
+        """Responses that some client sent back without their reasoning, each counted once."""
         return self._n_restored
 
     # --- a turn ------------------------------------------------------------------------------------------------
@@ -129,23 +132,27 @@ class SessionForest:
                 param=f"messages[{len(messages) - 1}]" if messages else "messages",
             )
         tree = self._tree(tools, chat_template_kwargs)
-        at, digests = self._index.walk(self._root, tree.state, messages, self._unechoed)
-        parent, observation, n_before = at.node, None, at.n_matched
-        if parent.kind == "observation":
-            observation = parent if at.n_matched == len(messages) else None
-            n_before -= len(parent.messages)
-            parent = _parent(parent)
-        state = parent.state if parent is not self._root else tree.state
-        for digest in digests[n_before:]:
-            state = next_state(state, digest)
-        _deliver(parent)
+        at, digests, states = self._longest(tree, messages)
+        _deliver(at.response)
+        if at.n_matched == len(messages):
+            return Match(
+                parent=_parent(at.node),
+                observation=at.node,
+                new_messages=at.node.messages,
+                new_states=(at.node.state,),
+                tree=tree,
+                n_restored=at.n_restored,
+            )
+        new_states = states[at.n_answered :]
+        if at.n_restored:
+            new_states = chain(at.response.state, digests[at.n_answered :])
         return Match(
-            parent=parent,
-            observation=observation,
-            new_messages=tuple(messages[n_before:]),
-            state=state,
+            parent=at.response,
+            observation=None,
+            new_messages=tuple(messages[at.n_answered :]),
+            new_states=tuple(new_states[1:]),
             tree=tree,
-            restored=at.restored,
+            n_restored=at.n_restored,
         )
 
     def commit(
@@ -175,7 +182,6 @@ class SessionForest:
           EngineFault: lengths disagree, a logprob is not finite, or `message` is not the assistant's.
         """
         _check_turn(message, token_ids, logprobs, versions)
-        self._count_restored(match)
         state = next_state(match.state, message_hash(message))
         known = self._index.nodes.get(state)
         if known is not None and known.kind == "response":
@@ -211,9 +217,8 @@ class SessionForest:
     def find(
         self, messages: Sequence[Message], tools: Sequence[JsonObject], chat_template_kwargs: JsonObject
     ) -> Position:
-        """The longest committed prefix, by the rule `match` uses; changes nothing."""
-        tree = self._tree(tools, chat_template_kwargs)
-        return self._index.walk(self._root, tree.state, messages, self._unechoed)[0]
+        """The longest committed prefix, by the rule `match` uses; nothing becomes delivered by it."""
+        return self._longest(self._tree(tools, chat_template_kwargs), messages)[0]
 
     def lineage(self, node: Node) -> tuple[Node, ...]:
         """Nodes from the first observation to `node`; empty for the technical root."""
@@ -227,8 +232,7 @@ class SessionForest:
     def tokens(self, node: Node) -> array[int]:
         """A new `array('i')` with the lineage's tokens, exactly as the engine saw them."""
         ids = array("i")
-        for step in self.lineage(node):
-            ids.extend(step.token_ids)
+        ids.frombytes(b"".join([step.token_ids for step in self.lineage(node)]))
         return ids
 
     def messages(self, node: Node) -> tuple[Message, ...]:
@@ -254,9 +258,21 @@ class SessionForest:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _tree(self, tools: Sequence[JsonObject], chat_template_kwargs: JsonObject) -> Tree:
-        state = root_state(tools, chat_template_kwargs)
+        # a Session sends the same tools again and again; their pickle is only a key, and cheaper than sorted JSON
+        key = hashlib.sha256(pickle.dumps((tuple(tools), chat_template_kwargs))).digest()
+        state = self._root_states.get(key)
+        if state is None:
+            state = self._root_states[key] = root_state(tools, chat_template_kwargs)
         known = self._trees.get(state)
         return known or Tree(state=state, tools=tuple(tools), chat_template_kwargs=chat_template_kwargs)
+
+    def _longest(self, tree: Tree, messages: Sequence[Message]) -> tuple[Position, list[bytes], list[StateHash]]:
+        """Where `messages` stand, the hash of each, and their chain from the state of `tree`."""
+        digests = [message_hash(message) for message in messages]
+        states = chain(tree.state, digests)
+        at = self._index.longest(self._root, messages, digests, states, self._unechoed)
+        self._count_restored(at.restored)
+        return at, digests, states
 
     def _observation(self, match: Match, observation_ids: array[int]) -> Node:
         if match.observation is not None:
@@ -266,17 +282,13 @@ class SessionForest:
             # time) are a delta of their own, because recorded tokens are what the engine was sent
             if child.state == match.state and child.token_ids == observation_ids:
                 return child
-        top = match.parent is self._root
-        states = chain(match.tree.state if top else match.parent.state, match.new_messages)
-        if states[-1] != match.state:
-            raise EngineFault(f"the state of a match below node {match.parent.id} is not that of its messages")
-        self._trees.setdefault(match.tree.state, match.tree)
+        tree = match.parent.tree or self._trees.setdefault(match.tree.state, match.tree)
         node = self._add(
             Node(
                 id=NodeId(len(self._nodes)),
                 parent=match.parent,
                 kind="observation",
-                tree=match.tree if top else match.parent.tree,
+                tree=tree,
                 messages=match.new_messages,
                 token_ids=array("i", observation_ids),
                 logprobs=array("d"),
@@ -286,7 +298,7 @@ class SessionForest:
                 delivered=True,
             )
         )
-        self._index.add_observation(node, states)
+        self._index.add_observation(node, match.new_states)
         return node
 
     def _add(self, node: Node) -> Node:
@@ -294,8 +306,8 @@ class SessionForest:
         _parent(node).children.append(node)
         return node
 
-    def _count_restored(self, match: Match) -> None:
-        fresh = [node for node in match.restored if not node.restored]
+    def _count_restored(self, restored: Sequence[Node]) -> None:
+        fresh = [node for node in restored if not node.restored]
         if fresh and not self._n_restored:
             emit("reasoning.restored", node=fresh[0].id, state=fresh[0].state.hex()[:16])
         for node in fresh:

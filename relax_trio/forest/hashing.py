@@ -36,11 +36,11 @@ def next_state(state: StateHash, digest: bytes) -> StateHash:
     return StateHash(hashlib.sha256(state + digest).digest())
 
 
-def chain(state: StateHash, messages: Iterable[Message]) -> list[StateHash]:
-    """States after each of `messages` in turn, beginning from `state`."""
-    states: list[StateHash] = []
-    for message in messages:
-        state = next_state(state, message_hash(message))
+def chain(state: StateHash, digests: Iterable[bytes]) -> list[StateHash]:
+    """`state`, then the states after each message hash of `digests` in turn."""
+    states = [state]
+    for digest in digests:
+        state = StateHash(hashlib.sha256(state + digest).digest())
         states.append(state)
     return states
 
@@ -59,15 +59,16 @@ def visible_hash(message: Message) -> bytes:
 
 
 def _digest(message: Message, reasoning: str | None) -> bytes:
-    content = message.content
-    if content is None or isinstance(content, str):
-        text = _field(content or "")
+    content = message.content or ""
+    if isinstance(content, str):
+        text = f"{message.role}{len(content)}:{content}"
     else:
-        text = f"[{len(content)}:" + "".join(_part(part) for part in content)
-    whole = f"{message.role}{text}{_field(reasoning)}{_field(message.tool_call_id)}"
+        text = f"{message.role}[{len(content)}:" + "".join(_part(part) for part in content)
+    call_id = message.tool_call_id
+    text += "--" if reasoning is None and call_id is None else f"{_field(reasoning)}{_field(call_id)}"
     for call in message.tool_calls:
-        whole += f"{_field(call.id)}{_field(call.name)}{_field(call.arguments)}"
-    return hashlib.sha256(whole.encode()).digest()
+        text += f"{_field(call.id)}{_field(call.name)}{_field(call.arguments)}"
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _part(part: Part) -> str:

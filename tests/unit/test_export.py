@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from builders_forest import encode, turn
+from builders_forest import commit, encode, turn
 from builders_tokens import LOOK, assistant, look_call, result, system, user
 
 from relax_trio.data.record import ExportRecord, SessionOutput
@@ -180,6 +180,68 @@ def test_absent_reasoning_is_not_called_the_difference_where_it_would_be_restore
     assert "messages[1].tool_calls[0].function.name: the record has 'absent', the committed state 'look'" in text
 
 
+def test_absent_reasoning_is_the_difference_where_nothing_else_is():
+    """Of an agent's own message it is not restored, under `fork` of none."""
+    own = [user("a"), assistant("r", reasoning="hm"), user("b")]
+    forest = SessionForest()
+    turn(forest, own, "s")
+    silent = [own[0], assistant("r"), own[2], assistant("s")]
+    said = "messages[1].reasoning_content: the record has 'absent', the committed state 'hm'"
+    assert said in error_of(forest, silent)
+    forest = SessionForest(unechoed_reasoning="fork")
+    turn(forest, [user("a")], assistant("r", reasoning="hm"))
+    assert said in error_of(forest, [user("a"), assistant("r")])
+
+
+def test_the_nearest_state_is_looked_for_in_all_of_a_tree():
+    forest = SessionForest()
+    matches = [forest.match([user(text)], (), {}) for text in ("one", "two")]  # both before there is any tree
+    for match in matches:
+        commit(forest, match, assistant("r"))
+    assert "node 4 (2 messages); first difference: messages[1].content" in error_of(
+        forest, [user("two"), assistant("R")]
+    )
+
+
+def test_of_equally_near_states_the_most_similar_one_is_shown():
+    forest = two_turns()
+    turn(forest, [user("a"), assistant("r"), user("bcd")], "s")
+    turn(forest, [user("a"), assistant("r"), result("bcx")], "s")
+    text = error_of(forest, [user("a"), assistant("r"), user("bce"), assistant("s")])
+    assert "node 6 (4 messages); first difference: messages[2].content" in text
+    assert "(byte 2)" in text
+    assert "node 5 (3 messages)" in error_of(forest, [user("a"), assistant("r"), user("bce")])
+
+
+def test_the_first_differing_byte_is_found_in_long_texts_and_counted_in_utf_8():
+    forest = SessionForest()
+    turn(forest, [user("ü" * 300_000 + "x")], "r")
+    text = error_of(forest, [user("ü" * 300_000 + "y"), assistant("r")])
+    assert "(byte 600000)" in text
+    assert len(text) < 400
+
+
+def test_an_undelivered_response_can_be_named():
+    """The agent knows its text, so it was received, whatever the transport saw."""
+    forest = two_turns()
+    turn(forest, [user("a"), assistant("r"), user("b")], "other", delivered=False)
+    (context,) = export(forest, record([user("a"), assistant("r"), user("b"), assistant("other")]))
+    assert context.node_id == 5
+
+
+def test_two_records_may_name_one_state():
+    contexts = export(two_turns(), *(record([user("a"), assistant("r")], name=name) for name in ("one", "two")))
+    assert [context.node_id for context in contexts] == [2, 2]
+    assert shared_trained_tokens(contexts) == 2
+
+
+def test_a_record_that_holds_only_what_was_trained_trains_nothing_again():
+    whole = record([user("a"), assistant("r"), user("b"), assistant("s")], name="whole")
+    part = record([user("a"), assistant("r")], name="part")
+    contexts = export(two_turns(), whole, part, dedup=True)
+    assert [sum(context.loss_mask) for context in contexts] == [3, 0]
+
+
 def test_other_tools_or_arguments_are_said_instead_of_a_message():
     forest = SessionForest()
     turn(forest, [user("a")], "r", tools=(LOOK,), kwargs={"x": 1})
@@ -192,7 +254,9 @@ def test_other_tools_or_arguments_are_said_instead_of_a_message():
 def test_a_record_inside_an_observation_says_that_nothing_was_committed_there():
     forest = SessionForest()
     turn(forest, [system("s"), user("a")], "r")
-    assert "the record ends before its messages[1] (user 'a')" in error_of(forest, [system("s")])
+    assert "the record ends before its messages[1] (user 'a'), where nothing was committed" in error_of(
+        forest, [system("s")]
+    )
 
 
 def test_a_lineage_that_does_not_line_up_is_an_engine_fault():

@@ -64,6 +64,57 @@ def test_messages_behind_an_observation_are_encoded_anew_with_it():
     assert (match.parent, match.observation, match.new_messages) == (node, None, (user("b"), user("c")))
 
 
+def test_tool_results_may_come_one_by_one_or_together():
+    forest = SessionForest()
+    asked = assistant(None, calls=(look_call("c1"), look_call("c2")))
+    node = turn(forest, [user("a")], asked, tools=(LOOK,))
+    history = [user("a"), asked]
+    both = turn(forest, [*history, result("1", "c1"), result("2", "c2")], "r", tools=(LOOK,))
+    alone = forest.match([*history, result("1", "c1")], (LOOK,), {})
+    assert (alone.parent, alone.observation, alone.new_messages) == (node, None, (result("1", "c1"),))
+    one = commit(forest, alone, assistant("r"))
+    again = forest.match([*history, result("1", "c1"), result("2", "c2")], (LOOK,), {})
+    assert again.observation is both.parent
+    split = forest.match([*history, result("1", "c1"), assistant("r"), result("2", "c2")], (LOOK,), {})
+    assert (split.parent, split.new_messages) == (one, (result("2", "c2"),))
+
+
+def test_an_agents_own_answer_is_part_of_the_observation_behind_the_last_generated_turn():
+    forest = SessionForest()
+    node = turn(forest, [user("a")], "r")
+    history = [user("a"), assistant("r"), user("b"), assistant("mine"), user("c")]
+    match = forest.match(history, (), {})
+    assert (match.parent, match.new_messages) == (node, tuple(history[2:]))
+    commit(forest, match, assistant("s"))
+    assert forest.match(history[:3], (), {}).new_messages == (user("b"),)
+
+
+def test_a_generated_turn_is_never_encoded_again_where_an_observation_held_its_text_before():
+    """Few-shot examples first; then the model itself answers as an example did."""
+    forest = SessionForest()
+    turn(forest, [user("a"), assistant("r"), user("b")], "s")
+    node = turn(forest, [user("a")], "r")
+    longer = forest.match([user("a"), assistant("r"), user("b"), user("c")], (), {})
+    assert (longer.parent, longer.new_messages) == (node, (user("b"), user("c")))
+    same = forest.match([user("a"), assistant("r"), user("b")], (), {})
+    assert same.parent is forest.root
+    assert same.observation is forest.nodes[1]
+
+
+def test_hundreds_of_turns_are_one_lineage():
+    forest = SessionForest()
+    history = [user("0")]
+    for step in range(1, 400):
+        match = forest.match(history, (), {})
+        assert len(match.new_messages) == 1
+        node = commit(forest, match, assistant(f"r{step}", reasoning="hm"), token_ids=(5000 + step,))
+        history += [assistant(f"r{step}", reasoning="hm" if step % 3 else None), user(f"u{step}")]
+    assert forest.exportable_leaves() == (node,)
+    assert len(forest.lineage(node)) == len(forest.nodes) - 1 == 2 * 399
+    assert [token for token in forest.tokens(node) if token > 5000] == [5000 + step for step in range(1, 400)]
+    assert forest.n_restored == 399 // 3 - 1  # the last one was not sent back
+
+
 def test_an_edited_answer_starts_a_new_tree_from_the_root():
     forest = SessionForest()
     turn(forest, [user("a")], "r")
@@ -80,6 +131,26 @@ def test_other_tools_or_template_arguments_are_another_tree(change):
     assert other.parent.parent is forest.root
     assert len(forest.trees) == 2
     assert len(forest.leaves()) == 2
+
+
+def test_tools_may_change_and_change_back():
+    forest = SessionForest()
+    history = [user("a"), assistant("r"), user("b")]
+    node = turn(forest, [user("a")], "r")
+    assert forest.match(history, (LOOK,), {}).parent is forest.root
+    turn(forest, history, "s", tools=(LOOK,))
+    assert forest.match(history, (), {}).parent is node
+    assert forest.match(history, (), {"x": True}).parent is forest.root
+    turn(forest, history, "s", kwargs={"x": True})
+    assert forest.match(history, (), {"x": 1}).parent is forest.root
+    assert len(forest.trees) == 3
+
+
+def test_first_requests_at_the_same_time_are_of_one_tree():
+    forest = SessionForest()
+    matches = [forest.match([user(text)], (LOOK,), {}) for text in "ab"]
+    one, two = (commit(forest, match, assistant("r")) for match in matches)
+    assert one.tree is two.tree is forest.trees[0]
 
 
 def test_key_order_of_tools_and_arguments_does_not_matter():
@@ -198,73 +269,6 @@ def test_a_later_request_proves_delivery_even_if_it_fails():
     assert forest.exportable_leaves() == (one,)
 
 
-# --- reasoning -------------------------------------------------------------------------------------------------
-
-THOUGHT = assistant("r", reasoning="hm")
-
-
-def test_a_response_sent_back_without_reasoning_is_restored_counted_and_said_once(events):
-    forest = SessionForest()
-    one = turn(forest, [user("a")], THOUGHT)
-    match = forest.match([user("a"), assistant("r"), user("b")], (), {})
-    assert (match.parent, match.new_messages, match.n_restored) == (one, (user("b"),), 1)
-    assert not events
-    two = commit(forest, match, assistant("s", reasoning="hm2"))
-    assert forest.messages(two)[1] == THOUGHT
-    turn(forest, [user("a"), assistant("r"), user("b"), assistant("s"), user("c")], "t")
-    assert forest.n_restored == 2
-    assert [event.name for event in events] == ["reasoning.restored"]
-    assert len(forest.leaves()) == 1
-
-
-def test_fork_follows_the_strict_identity():
-    forest = SessionForest(unechoed_reasoning="fork")
-    turn(forest, [user("a")], THOUGHT)
-    match = forest.match([user("a"), assistant("r"), user("b")], (), {})
-    assert (match.parent, match.n_restored) == (forest.root, 0)
-
-
-@pytest.mark.parametrize(
-    "sent", [assistant("r", reasoning="other"), assistant("R"), assistant("r", calls=(look_call(),))]
-)
-def test_only_absent_reasoning_is_restored(sent):
-    forest = SessionForest()
-    turn(forest, [user("a")], THOUGHT)
-    assert forest.match([user("a"), sent, user("b")], (), {}).parent is forest.root
-
-
-def test_a_response_as_written_comes_before_a_restored_one():
-    forest = SessionForest()
-    turn(forest, [user("a")], THOUGHT)
-    plain = turn(forest, [user("a")], "r")
-    match = forest.match([user("a"), assistant("r"), user("b")], (), {})
-    assert (match.parent, match.n_restored) == (plain, 0)
-
-
-def test_of_several_the_last_delivered_is_restored():
-    forest = SessionForest()
-    turn(forest, [user("a")], assistant("r", reasoning="one"))
-    two = turn(forest, [user("a")], assistant("r", reasoning="two"))
-    turn(forest, [user("a")], assistant("r", reasoning="three"), delivered=False)
-    assert forest.match([user("a"), assistant("r"), user("b")], (), {}).parent is two
-
-
-def test_reasoning_alone_is_restored_from_empty_content():
-    forest = SessionForest()
-    one = turn(forest, [user("a")], assistant(None, reasoning="hm"))
-    assert forest.match([user("a"), assistant(""), user("b")], (), {}).parent is one
-
-
-def test_a_longer_prefix_as_written_beats_a_restored_one():
-    forest = SessionForest()
-    whole = [user("a"), assistant("r"), user("b")]
-    early = turn(forest, whole, "s")
-    turn(forest, [user("a")], THOUGHT)
-    match = forest.match(whole, (), {})
-    assert (match.observation, match.n_restored) == (early.parent, 0)
-    assert forest.match([*whole, assistant("s"), user("c")], (), {}).parent is early
-
-
 # --- hashing ---------------------------------------------------------------------------------------------------
 
 
@@ -294,10 +298,10 @@ def test_every_field_of_a_message_is_part_of_its_hash():
 
 
 def test_the_chain_depends_on_order_and_root():
-    a, b = user("a"), user("b")
+    a, b = message_hash(user("a")), message_hash(user("b"))
     start = root_state((), {})
     assert chain(start, [a, b])[-1] != chain(start, [b, a])[-1]
-    assert chain(start, [a, b]) == [*chain(start, [a]), *chain(chain(start, [a])[-1], [b])]
+    assert chain(start, [a, b]) == [start, *chain(chain(start, [a])[-1], [b])]
     assert (
         len({root_state((), {}), root_state((LOOK,), {}), root_state((), {"x": 1}), root_state((LOOK, LOOK), {})}) == 4
     )
