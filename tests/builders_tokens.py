@@ -13,8 +13,8 @@ from relax_trio.tokens.codec import ChatCodec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 CORPUS = [
     "hello there, how are you today",
     "the answer is 42",
@@ -93,8 +93,16 @@ LOOK = {
 
 
 @functools.cache
-def make_tokenizer(template: str | None = APPENDING) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `CORPUS`; the special tokens come first."""
+def make_tokenizer(
+    template: str | None = APPENDING,
+    *,
+    special: tuple[str, ...] = SPECIAL,
+    marks: tuple[str, ...] = MARKS,
+    bos: str | None = None,
+    eos: str = "<|im_end|>",
+    pad: str = "<|endoftext|>",
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over `CORPUS`; special tokens come first, marks are added tokens that are no control tokens."""
     from transformers import PreTrainedTokenizerFast  # slow to import, and forests need none
 
     backend = Tokenizer(models.BPE())
@@ -104,11 +112,11 @@ def make_tokenizer(template: str | None = APPENDING) -> PreTrainedTokenizerFast:
         vocab_size=380,
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in special],
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in marks])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad)
     tokenizer.chat_template = template
     return tokenizer
 

@@ -23,6 +23,8 @@ COMMANDS = MappingProxyType(
         "train": "Train a model on your data with your agent.",
         "rollout": "Run rollout steps without training and write their samples.",
         "serve": "Open the model API without a run, for trying an agent by hand.",
+        "template": "Say what a chat template (CHECKPOINT_OR_FILE) does with each kind of turn.",
+        "parse": "Show what the parsers make of a model's text: reasoning, content, calls.",
         "config": "Print the resolved configuration and where each value came from.",
     }
 )

@@ -1,38 +1,60 @@
 """What a chat template does with earlier turns: keeps them as generated (append-only) or rewrites them.
 
-Each kind of turn is played as a short dialogue. The prompts of its successive requests are rendered; a template is
-append-only for the kind when each prompt begins with the one before it and still holds all that was generated. Recorded
+Each kind of turn is played as a short dialogue. What is recorded of it, piece by piece, is compared with the template's
+own rendering of the whole: a template is append-only for the kind when the two are the same after every round. Recorded
 lineages stay as generated either way; the report says where a template's own rendering would differ from them.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
 
-from attrs import field, frozen
+from attrs import frozen
 
 from relax_trio.data.json import JsonObject
-from relax_trio.data.messages import Message, ToolCall
+from relax_trio.data.messages import Message
 from relax_trio.errors import InvalidRequest
-from relax_trio.tokens.template import ChatTemplate
-from relax_trio.tokens.turn_end import TurnEnd
+from relax_trio.tokens.dialogues import THINKING, Dialogue, dialogues
+from relax_trio.tokens.habits import Habits, argument_forms
+from relax_trio.tokens.memory import Memory
+from relax_trio.tokens.observation import ObservationRenderer, Tail
+from relax_trio.tokens.turn_end import TurnEnds
 
 Verdict: TypeAlias = Literal["append-only", "rewriting", "refused"]
 
-_TOOL: Final[JsonObject] = {
-    "type": "function",
-    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
-}
-_SHOWN_CHARS: Final = 60
+
+@frozen(kw_only=True)
+class Difference:
+    """Where the recorded text and the template's own rendering part.
+
+    Attributes:
+      at: bytes that are the same.
+      before: text just before that place, the same on both sides.
+      recorded, template: what follows on either side.
+    """
+
+    at: int
+    before: str
+    recorded: str
+    template: str
 
 
 @frozen(kw_only=True)
 class TurnProbe:
-    """Finding for one kind of turn; `detail` holds the first difference, or the template's refusal."""
+    """Finding for one kind of turn.
+
+    Attributes:
+      kind: name of the kind, with the template arguments that were set.
+      verdict: what the template does with such turns.
+      detail: the template's words where it refuses; when it rewrites, or what it never prints, where it rewrites.
+      difference: the first one, for a rewriting kind.
+    """
 
     kind: str
     verdict: Verdict
     detail: str = ""
+    difference: Difference | None = None
 
 
 @frozen(kw_only=True)
@@ -40,13 +62,22 @@ class ProbeReport:
     """Finding for one template.
 
     Attributes:
-      turns: one finding per kind of turn.
-      turn_ends: end-of-turn token and separator, after plain turns and after tool calls where they differ.
-      variables: names the template reads from outside.
+      turns: one finding for each kind of turn and value of enable_thinking that makes a difference.
+      ends: how turns end.
+      habits: the shapes of message it takes.
+      mapping_form, text_form: how it prints tool-call arguments given as a mapping, and as JSON text.
+      memory: what it remembers of a conversation's beginning.
+      prints_date: it prints the current date.
+      variables: names it reads from outside.
     """
 
     turns: tuple[TurnProbe, ...]
-    turn_ends: tuple[TurnEnd, ...]
+    ends: TurnEnds
+    habits: Habits
+    mapping_form: str
+    text_form: str
+    memory: Memory
+    prints_date: bool
     variables: frozenset[str]
 
     @property
@@ -54,109 +85,125 @@ class ProbeReport:
         """Kinds of turn that the template rewrites."""
         return tuple(turn.kind for turn in self.turns if turn.verdict == "rewriting")
 
-
-@frozen(kw_only=True)
-class _Dialogue:
-    """`opening`, then pairs of a generated turn and the messages that follow it."""
-
-    kind: str
-    opening: tuple[Message, ...]
-    turns: tuple[tuple[Message, tuple[Message, ...]], ...]
-    tools: tuple[JsonObject, ...] = ()
-    kwargs: JsonObject = field(factory=dict)
+    @property
+    def rewriting_text(self) -> str:
+        """Those kinds in words, "" where there is none."""
+        taken = [turn for turn in self.turns if turn.verdict != "refused"]
+        return "every kind of turn" if 1 < len(taken) == len(self.rewriting) else ", ".join(self.rewriting)
 
 
-def probe_template(template: ChatTemplate, turn_ends: tuple[TurnEnd, ...]) -> ProbeReport:
-    """Play every kind of turn through `template`. Renders about twenty short conversations."""
-    dialogues = [*_dialogues({}, "")]
-    if "enable_thinking" in template.variables:
-        dialogues += _dialogues({"enable_thinking": False}, ", enable_thinking false")
+def probe_template(observations: ObservationRenderer) -> ProbeReport:
+    """Play every kind of turn. Renders some hundred short conversations: a fraction of a second."""
+    template = observations.template
+    turns: list[TurnProbe] = []
+    for kwargs in _arguments(observations):
+        suffix = "".join(f", {name} {str(value).lower()}" for name, value in kwargs.items())
+        turns += [_play(observations, dialogue, dialogue.kind + suffix) for dialogue in dialogues(kwargs)]
+    mapping_form, text_form = argument_forms(template.render_chat)
     return ProbeReport(
-        turns=tuple(_play(template, dialogue) for dialogue in dialogues),
-        turn_ends=turn_ends,
+        turns=tuple(turns),
+        ends=observations.ends,
+        habits=template.habits,
+        mapping_form=mapping_form,
+        text_form=text_form,
+        memory=observations.memory,
+        prints_date=template.prints_date,
         variables=template.variables,
     )
 
 
-def _play(template: ChatTemplate, dialogue: _Dialogue) -> TurnProbe:
-    history = list(dialogue.opening)
-    generated: list[str] = []
+def _arguments(observations: ObservationRenderer) -> Iterator[JsonObject]:
+    """No template arguments, then each value of enable_thinking under which a prompt looks otherwise."""
+    yield {}
+    if THINKING not in observations.template.variables:
+        return
+    question = (Message(role="user", content="x"),)
+    unsaid = observations.template.render(question, (), {}, add_generation_prompt=True)
+    for value in (True, False):
+        kwargs: JsonObject = {THINKING: value}
+        if observations.template.render(question, (), kwargs, add_generation_prompt=True) != unsaid:
+            yield kwargs
+
+
+def _play(observations: ObservationRenderer, dialogue: Dialogue, kind: str) -> TurnProbe:
     try:
-        prompt = template.render(history, dialogue.tools, dialogue.kwargs, add_generation_prompt=True)
-        for turn, following in dialogue.turns:
-            history += [turn, *following]
-            generated += _texts(turn)
-            later = template.render(history, dialogue.tools, dialogue.kwargs, add_generation_prompt=True)
-            if not later.startswith(prompt):
-                return TurnProbe(kind=dialogue.kind, verdict="rewriting", detail=_difference(prompt, later))
-            lost = [text for text in generated if text not in later]
-            if lost:
-                return TurnProbe(kind=dialogue.kind, verdict="rewriting", detail=f"drops {lost[0]!r} later")
-            prompt = later
+        found = _first_change(observations, dialogue)
     except InvalidRequest as exc:
-        return TurnProbe(kind=dialogue.kind, verdict="refused", detail=exc.message)
-    return TurnProbe(kind=dialogue.kind, verdict="append-only")
+        return TurnProbe(kind=kind, verdict="refused", detail=exc.message)
+    if found is None:
+        return TurnProbe(kind=kind, verdict="append-only")
+    detail, difference = found
+    return TurnProbe(kind=kind, verdict="rewriting", detail=detail, difference=difference)
+
+
+def _first_change(observations: ObservationRenderer, dialogue: Dialogue) -> tuple[str, Difference | None] | None:
+    """Play to the first round after which the recorded text is not the template's: when that is, and where."""
+    whens = ("when the next messages come", "when a further user message comes")
+    history = dialogue.opening
+    recorded = _render(observations, dialogue, history, prompt=True)
+    for when, (turn, following) in zip(whens, dialogue.rounds, strict=True):
+        alone = _render(observations, dialogue, (*history, turn), prompt=False)
+        tail = observations.render(following, dialogue.tools, dialogue.kwargs, turn=turn, earlier=history)
+        history = (*history, turn, *following)
+        later = _render(observations, dialogue, history, prompt=True)
+        generated = _generated(observations, turn, recorded, alone, later, tail)
+        if generated is None:
+            return when, difference(recorded, later)
+        recorded += generated + _supplied(observations, generated, tail)
+        if recorded != later:
+            return when, difference(recorded, later)
+        lost = [text for text in _texts(turn) if text not in generated]
+        said = [message.content for message in following if isinstance(message.content, str)]
+        lost += [text for text in said if text not in tail.text]
+        if lost:
+            return f"it never prints {lost[0]!r}", None
+    return None
+
+
+def _render(
+    observations: ObservationRenderer, dialogue: Dialogue, history: tuple[Message, ...], *, prompt: bool
+) -> str:
+    return observations.template.render(history, dialogue.tools, dialogue.kwargs, add_generation_prompt=prompt)
+
+
+def _generated(
+    observations: ObservationRenderer, turn: Message, prompt: str, alone: str, later: str, tail: Tail
+) -> str | None:
+    """The turn as the template itself prints it, to and with its stop token; None where it isn't behind `prompt`.
+
+    As the last message if it can be found there, because that is the form a model learns to generate.
+    """
+    if alone.startswith(prompt):
+        body = alone[len(prompt) :]
+        at = max((body.rfind(text) + len(text) for text in _texts(turn) if text in body), default=0)
+        end = observations.find_closer(body, at)
+        return body if end is None else body[: end.end]
+    if later.startswith(prompt) and later.endswith(tail.text):
+        closing = tail.end if tail.end in observations.ends.closers else ""
+        return later[len(prompt) : len(later) - len(tail.text)] + closing
+    return None
+
+
+def _supplied(observations: ObservationRenderer, generated: str, tail: Tail) -> str:
+    closed = tail.end and generated.endswith(tuple(observations.ends.closers))
+    return tail.text[len(tail.end) :] if closed else tail.text
 
 
 def _texts(turn: Message) -> list[str]:
     said = [text for text in (turn.reasoning_content, turn.content) if isinstance(text, str)]
-    return [*said, *(call.name for call in turn.tool_calls)]
+    for call in turn.tool_calls:
+        values = (call.arguments_object() or {}).values()
+        said += [call.name, *(str(value) for value in values)]
+    return said
 
 
-def _difference(earlier: str, later: str) -> str:
-    pairs = zip(earlier, later, strict=False)
-    at = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(earlier), len(later)))
-    start = max(0, at - _SHOWN_CHARS // 2)
-    return (
-        f"at byte {len(earlier[:at].encode())}: sent {earlier[start : at + _SHOWN_CHARS]!r}, "
-        f"later {later[start : at + _SHOWN_CHARS]!r}"
+def difference(recorded: str, template: str, shown: int = 40) -> Difference:
+    """Where two texts part, with some text around it."""
+    pairs = zip(recorded, template, strict=False)
+    at = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(recorded), len(template)))
+    return Difference(
+        at=len(recorded[:at].encode()),
+        before=recorded[max(0, at - shown) : at],
+        recorded=recorded[at : at + shown],
+        template=template[at : at + shown],
     )
-
-
-def _dialogues(kwargs: JsonObject, suffix: str) -> list[_Dialogue]:
-    user = Message(role="user", content="question one")
-    again = Message(role="user", content="question two")
-    system = Message(role="system", content="rule one")
-    closing = (Message(role="assistant", content="answer last"), (Message(role="user", content="question last"),))
-    plain = Message(role="assistant", content="answer one")
-    thought = Message(role="assistant", content="answer one", reasoning_content="thought one")
-    shapes: list[tuple[str, tuple[Message, ...], Message, tuple[Message, ...], bool]] = [
-        ("plain", (user,), plain, (again,), False),
-        ("system", (system, user), plain, (again,), False),
-        ("system later", (user,), plain, (system, again), False),
-        ("tools", (system, user), plain, (again,), True),
-        ("reasoning", (user,), thought, (again,), False),
-        ("one tool call", (user,), _calling(1), _results(1), True),
-        ("several tool calls", (user,), _calling(2), _results(2), True),
-        ("empty tool result", (user,), _calling(1), (_result(0, ""),), True),
-        ("reasoning with a tool call", (user,), _calling(1, "thought one"), _results(1), True),
-        ("arguments that are no object", (user,), _calling(1, arguments="[1]"), _results(1), True),
-    ]
-    return [
-        _Dialogue(
-            kind=name + suffix,
-            opening=opening,
-            turns=((turn, following), closing),
-            tools=(_TOOL,) if with_tools else (),
-            kwargs=kwargs,
-        )
-        for name, opening, turn, following, with_tools in shapes
-    ]
-
-
-def _calling(n_calls: int, reasoning: str | None = None, arguments: str = '{"at":"x"}') -> Message:
-    calls = tuple(ToolCall(id=f"call0000{index}", name="look", arguments=arguments) for index in range(n_calls))
-    return Message(role="assistant", reasoning_content=reasoning, tool_calls=calls)
-
-
-def _results(n_results: int) -> tuple[Message, ...]:
-    return tuple(_result(index, f"result {index}") for index in range(n_results))
-
-
-def _result(index: int, content: str) -> Message:
-    return Message(role="tool", content=content, tool_call_id=f"call0000{index}")
-
-
-def report_lines(report: ProbeReport) -> list[str]:
-    """Lines for a person: one per kind of turn, its verdict, and the first difference where there is one."""
-    return [f"{turn.kind}: {turn.verdict}{f' ({turn.detail})' if turn.detail else ''}" for turn in report.turns]

@@ -30,7 +30,8 @@ from relax_trio.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from relax_trio.ids import StateHash
 from relax_trio.tokens.codec import ChatCodec
 from relax_trio.tokens.limits import turn_budget
-from relax_trio.tokens.probe import probe_template, report_lines
+from relax_trio.tokens.probe import probe_template
+from relax_trio.tokens.probe_text import report_lines
 from relax_trio.tokens.turn_end import TurnEnd
 
 STATE = StateHash(bytes(range(32)))
@@ -59,21 +60,32 @@ def test_an_observation_is_the_tail_of_the_templates_own_rendering(history, turn
     codec, tools = make_codec(), (LOOK,) if with_tools else ()
     prompt = codec.encode_opening(history, tools, {})
     recorded = array("i", codec._encode(generated_text(turn)))
-    tail = codec.encode_observation(new, tools, {}, after_stop=False, after_tool_calls=bool(turn.tool_calls))
+    tail = codec.encode_observation(new, tools, {}, turn=turn, turn_ids=recorded)
     whole = codec.encode_opening([*history, turn, *new], tools, {})
     assert prompt + recorded + tail == whole
 
 
-@pytest.mark.parametrize("after_tool_calls", [False, True])
-def test_after_a_stop_only_what_follows_the_end_of_turn_token_is_supplied(after_tool_calls):
+@pytest.mark.parametrize(
+    ("turn", "new"),
+    [
+        (assistant(), [user("again")]),
+        (assistant(None, calls=(look_call(), look_call("c2"))), [result("1"), result("2", "c2")]),
+    ],
+)
+def test_after_a_stop_only_what_follows_the_end_of_turn_token_is_supplied(turn, new):
     codec = make_codec()
-    new = [result("1"), result("2", "c2")] if after_tool_calls else [user("again")]
-    cut = codec.encode_observation(new, (LOOK,), {}, after_stop=False, after_tool_calls=after_tool_calls)
-    stopped = codec.encode_observation(new, (LOOK,), {}, after_stop=True, after_tool_calls=after_tool_calls)
+    cut = codec.encode_observation(new, (LOOK,), {}, turn=turn, turn_ids=[7])
+    stopped = codec.encode_observation(new, (LOOK,), {}, turn=turn, turn_ids=[7, IM_END])
     assert cut[0] == IM_END
     assert cut[1:] == stopped
     assert codec.decode(stopped).startswith("\n<|im_start|>user")
     assert codec.decode(stopped).endswith("<|im_start|>assistant\n")
+
+
+def test_a_stop_token_that_the_template_never_writes_closes_no_turn():
+    codec = make_codec()
+    supplied = codec.encode_observation([user("again")], (), {}, turn=assistant(), turn_ids=[7, 0])
+    assert supplied[0] == IM_END
 
 
 def test_templates_get_arguments_as_mappings_where_they_are_objects():
@@ -86,18 +98,16 @@ def test_templates_get_arguments_as_mappings_where_they_are_objects():
 
 def test_a_template_that_forgets_reasoning_still_gives_exact_observations():
     codec = make_codec(FORGETFUL)
-    tail = codec.encode_observation([user("again")], (), {}, after_stop=True, after_tool_calls=False)
+    tail = codec.encode_observation([user("again")], (), {}, turn=assistant(), turn_ids=[7, IM_END])
     assert codec.decode(tail) == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_codec_knows_how_a_turn_ends():
     codec = make_codec()
-    assert codec.turn_ends == (TurnEnd("<|im_end|>", "\n"),)
+    assert codec.turn_ends.plain == codec.turn_ends.calls == TurnEnd("<|im_end|>", "\n")
+    assert codec.turn_ends.closers == {"<|im_end|>"}
     assert set(codec.stop_token_ids) == {0, IM_END}
     assert codec.vocab_len == len(make_tokenizer())
-    assert codec.ends_turn(array("i", [5, IM_END]))
-    assert not codec.ends_turn(array("i", [5, 0]))
-    assert not codec.ends_turn(array("i"))
     assert codec.token_text(IM_END) == "<|im_end|>"
 
 
@@ -116,7 +126,7 @@ def test_a_later_system_message_that_the_template_refuses_is_rendered_as_a_user_
         "<|im_start|>system\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
         "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
     )
-    tail = codec.encode_observation([system("c"), user("d")], (), {}, after_stop=True, after_tool_calls=False)
+    tail = codec.encode_observation([system("c"), user("d")], (), {}, turn=assistant(), turn_ids=[7, IM_END])
     assert codec.decode(tail).startswith("\n<|im_start|>user\nc<|im_end|>")
 
 
@@ -164,8 +174,8 @@ def test_without_tools_in_the_lineage_call_markup_is_text():
     [
         ('<tool_call>\n{"name": "look", "arg', '<tool_call>\n{"name": "look", "arg', [], ("unparsed_tool_call",)),
         (f"a <tool_call>oops</tool_call>\n{CALL}", "a <tool_call>oops</tool_call>", ["look"], ("unparsed_tool_call",)),
-        ('<tool_call>{"name": "fly"}</tool_call>', None, ["fly"], ("unknown_tool",)),
-        ('<tool_call>{"name": "look", "arguments": 5}</tool_call>', None, ["look"], ("scalar_arguments",)),
+        ('<tool_call>\n{"name": "fly"}\n</tool_call>', None, ["fly"], ("unknown_tool",)),
+        ('<tool_call>\n{"name": "look", "arguments": 5}\n</tool_call>', None, ["look"], ("scalar_arguments",)),
         (f"<think>{CALL}</think>ok", "ok", [], ("call_in_reasoning",)),
     ],
 )
@@ -262,7 +272,7 @@ def test_a_missing_checkpoint_and_unknown_parsers_are_config_errors(tmp_path):
         ChatCodec.load(tmp_path, reasoning_parser=None, tool_call_parser=None)
     with pytest.raises(ConfigError, match="known are deepseek-r1, qwen3"):
         ChatCodec.from_tokenizer(make_tokenizer(), reasoning_parser="nope")
-    with pytest.raises(ConfigError, match="known are hermes, qwen25"):
+    with pytest.raises(ConfigError, match="known are hermes, "):
         ChatCodec.from_tokenizer(make_tokenizer(), tool_call_parser="nope")
 
 
@@ -272,7 +282,7 @@ def test_worker_threads_may_share_a_codec():
 
     def work(_):
         assert codec.decode(codec.encode_opening([user("hello " * 200)], (), {})) == codec.decode(wanted)
-        return codec.encode_observation([user()], (), {}, after_stop=True, after_tool_calls=False)
+        return codec.encode_observation([user()], (), {}, turn=assistant(), turn_ids=[7, IM_END])
 
     with ThreadPoolExecutor(4) as pool:
         assert len({tuple(ids) for ids in pool.map(work, range(40))}) == 1
@@ -282,8 +292,7 @@ def test_worker_threads_may_share_a_codec():
 
 
 def probed(template):
-    codec = make_codec(template)
-    return probe_template(codec.template, codec.turn_ends)
+    return probe_template(make_codec(template).observations)
 
 
 def test_the_probe_tells_templates_that_append_from_those_that_rewrite():
@@ -291,8 +300,20 @@ def test_the_probe_tells_templates_that_append_from_those_that_rewrite():
     assert probed(FORGETFUL).rewriting == ("reasoning", "reasoning with a tool call")
     strict = {turn.kind: turn.verdict for turn in probed(STRICT).turns}
     assert strict["plain"] == "append-only"
+    assert strict["system later"] == "append-only"
     assert strict["reasoning"] == "rewriting"
     assert strict["one tool call"] == "refused"
+
+
+def test_the_probe_shows_the_first_differing_bytes_on_both_sides():
+    (reasoning, calling) = [turn for turn in probed(FORGETFUL).turns if turn.verdict == "rewriting"]
+    prompt = "<|im_start|>user\nquestion one<|im_end|>\n<|im_start|>assistant\n"
+    assert reasoning.detail == "when the next messages come"
+    assert reasoning.difference.at == len(prompt)
+    assert prompt.endswith(reasoning.difference.before)
+    assert reasoning.difference.recorded.startswith("<think>\nthought one\n</think>")
+    assert reasoning.difference.template.startswith("answer one<|im_end|>")
+    assert calling.detail == "when a further user message comes"
 
 
 def test_the_probe_plays_enable_thinking_where_the_template_has_it():
@@ -301,7 +322,16 @@ def test_the_probe_plays_enable_thinking_where_the_template_has_it():
     assert "enable_thinking" in report.variables
     assert verdicts["plain"] == "rewriting"
     assert verdicts["plain, enable_thinking false"] == "append-only"
-    assert any("at byte" in line for line in report_lines(report))
+    assert not any(kind.endswith("enable_thinking true") for kind in verdicts)  # the same as when nothing is said
+
+
+def test_the_report_tells_a_person_what_was_found():
+    lines = report_lines(probed(THINKING_PROMPT))
+    assert "variables   enable_thinking" in lines
+    assert "plain turn  ends with '<|im_end|>', then '\\n'" in lines
+    assert "            a mapping is printed as JSON, JSON text as JSON" in lines
+    assert any(line.startswith("plain ") and "rewriting" in line and "at byte" in line for line in lines)
+    assert any(line.startswith("    recorded  ") and "<think>" in line for line in lines)
 
 
 def test_a_turns_budget_is_the_smallest_of_its_limits():
