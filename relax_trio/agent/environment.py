@@ -29,22 +29,15 @@ _SECRET: Final = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 def agent_environment(
     parent: Mapping[str, str], *, config: AgentConfig, spec: AgentSpec, io_dir: Path
 ) -> dict[str, str]:
-    """Build the whole environment of one agent.
-
-    In this order, later ones win: the parent's without `RELAX_…` and without names that hold KEY, TOKEN, SECRET or
-    PASSWORD in any case (`agent_env_pass` lets a name through; `agent_env_clear` keeps only `MINIMAL_NAMES`); the
-    loopback hosts and the model API's host added to NO_PROXY and no_proxy; `agent_env`; the seven `RELAX_…` names.
+    """Build the whole environment of one agent: `shared_environment`, then the seven `RELAX_…` names.
 
     Args:
       parent: the engine's environment.
-      config: the flags named above.
+      config: the flags of `shared_environment`.
       spec: the Session; its credential becomes RELAX_SESSION_ID.
       io_dir: the Session's IO directory, absolute.
     """
-    passed = frozenset(config.agent_env_pass)
-    env = {name: value for name, value in parent.items() if _is_inherited(name, passed, config.agent_env_clear)}
-    env["NO_PROXY"] = env["no_proxy"] = _no_proxy(env, spec.base_url)
-    env.update(config.agent_env)
+    env = shared_environment(parent, config=config, base_url=spec.base_url)
     env.update(
         RELAX_INPUT_JSON=str(io_dir / INPUT_NAME),
         RELAX_OUTPUT_JSON=str(io_dir / OUTPUT_NAME),
@@ -54,6 +47,20 @@ def agent_environment(
         RELAX_ROLLOUT_MODE=spec.mode,
         RELAX_GROUP_ID=spec.group,
     )
+    return env
+
+
+def shared_environment(parent: Mapping[str, str], *, config: AgentConfig, base_url: str) -> dict[str, str]:
+    """Build what all agents of a run have in common.
+
+    In this order, later ones win: the parent's without `RELAX_…` and without names that hold KEY, TOKEN, SECRET or
+    PASSWORD in any case (`agent_env_pass` lets a name through; `agent_env_clear` keeps only `MINIMAL_NAMES`); the
+    loopback hosts and the model API's host added to NO_PROXY and no_proxy; `agent_env`.
+    """
+    passed = frozenset(config.agent_env_pass)
+    env = {name: value for name, value in parent.items() if _is_inherited(name, passed, config.agent_env_clear)}
+    env["NO_PROXY"] = env["no_proxy"] = _no_proxy(env, base_url)
+    env.update(config.agent_env)
     return env
 
 

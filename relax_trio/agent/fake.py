@@ -82,6 +82,7 @@ class FakeAgentLauncher:
       started: places in the order of their start.
       ended: how each block was left, in that order.
       live: places whose block is open.
+      n_opened: launches begun, those included that failed.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class FakeAgentLauncher:
         """Make a launcher.
 
         Args:
-          fn: the agent. Returning is exit 0, raising `AgentExit` any other; another exception is a bug of the test
-            and travels on as one. It is cancelled when its block is left.
+          fn: the agent. Returning is exit 0, raising `AgentExit` any other, be it in a group of a nursery; another
+            exception is a bug of the test and travels on as one. It is cancelled when its block is left.
           client: given to every agent as it is.
           config: flags that shape the environment.
           start_s: time from `open` to the agent's first step, in seconds.
@@ -115,10 +116,22 @@ class FakeAgentLauncher:
         self.started: list[PlaceId] = []
         self.ended: list[FakeEnd] = []
         self.live: list[PlaceId] = []
+        self.n_opened = 0
+        self._handles: dict[PlaceId, _FakeHandle] = {}
+
+    def fail_next(self, error: str) -> None:
+        """Let the next launch fail with `error` as AgentLaunchError, before those that were planned."""
+        self._launch_errors.insert(0, error)
+
+    def kill(self, place: PlaceId, code: int = -9) -> None:
+        """Let a live agent exit with `code` where it stands. Unknown place, or exited already: nothing happens."""
+        if place in self._handles:
+            self._handles[place].kill(code)
 
     @asynccontextmanager
     async def open(self, spec: AgentSpec) -> AsyncIterator[AgentHandle]:
         """See `AgentLauncher.open`; what the block raises comes out bare, as from a real launcher."""
+        self.n_opened += 1
         await trio.sleep(self._start_s)
         error = self._launch_errors.pop(0) if self._launch_errors else None
         if error is not None:
@@ -127,6 +140,7 @@ class FakeAgentLauncher:
         held = _Held()
         self.started.append(spec.place)
         self.live.append(spec.place)
+        self._handles[spec.place] = handle
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(handle.run, self._fn, name=f"fake agent {spec.place}")
@@ -138,6 +152,7 @@ class FakeAgentLauncher:
                 with cleanup_scope(self._end_s + 1.0, f"fake agent {spec.place}"):
                     await trio.sleep(self._end_s)
             self.live.remove(spec.place)
+            del self._handles[spec.place]
             self.ended.append(
                 FakeEnd(
                     place=spec.place,
@@ -170,16 +185,32 @@ class _FakeHandle:
     has_failed: bool = False
     pid: int = 0
     _exited: trio.Event = field(factory=trio.Event)
+    _life: trio.CancelScope = field(factory=trio.CancelScope)
+    _killed_with: int | None = None
 
     async def run(self, fn: AgentFunction) -> None:
         """Run the agent function to its exit."""
         code = 0
         try:
-            await fn(self.agent)
+            with self._life:
+                await fn(self.agent)
         except AgentExit as exc:
             code = exc.code
+        except ExceptionGroup as group:  # of a nursery in the agent function
+            exits, bugs = group.split(AgentExit)
+            if exits is None or bugs is not None:
+                raise
+            code = _first_exit(exits).code
+        if self._life.cancelled_caught and self._killed_with is not None:
+            code = self._killed_with
         self.exit_code = code
         self._exited.set()
+
+    def kill(self, code: int) -> None:
+        """Let the agent function end where it stands, with exit status `code`."""
+        if self._killed_with is None:
+            self._killed_with = code
+            self._life.cancel(reason=f"agent {self.agent.spec.place} is killed: {_exit_words(code)}")
 
     async def wait(self) -> None:
         """See `AgentHandle.wait`."""
@@ -234,6 +265,11 @@ class _Held:
                 raise self._error
             finally:
                 self._error = None  # no cycle through the traceback
+
+
+def _first_exit(group: ExceptionGroup[AgentExit]) -> AgentExit:
+    first = group.exceptions[0]
+    return _first_exit(first) if isinstance(first, ExceptionGroup) else first
 
 
 def _through_json(value: JsonObject) -> JsonObject:

@@ -13,6 +13,7 @@ from attrs import define
 from relax_trio.agent.base import AgentHandle, AgentSpec
 from relax_trio.agent.environment import agent_environment
 from relax_trio.agent.output import UnknownKeys, parse_session_output
+from relax_trio.agent.preload import WarmParent
 from relax_trio.agent.session_io import SessionIO
 from relax_trio.config.tree import AgentConfig
 from relax_trio.data.record import SessionOutput
@@ -36,14 +37,33 @@ class ProcessAgentLauncher:
           config: of the agents; without `agent_command` (`serve`) nothing can be opened.
           run_dir: kept IO directories go to its `sessions`.
           temp_root: existing directory below which IO directories are made.
+
+        Raises:
+          ConfigError: `agent_preload` with a command that a warm parent cannot run.
         """
         self._warden = warden
         self._config = config
+        is_warm = config.agent_command is not None and bool(config.agent_preload)
+        self._warm_parent = WarmParent(warden, config, run_dir) if is_warm else None
         self._argv = ["/bin/bash", "-lc" if config.agent_login_shell else "-c", config.agent_command or ""]
         self._keep_dir = run_dir / "sessions"
         self._temp_root = temp_root.absolute()
         self._parent_env: Mapping[str, str] = dict(os.environ)
         self._unknown_keys = UnknownKeys()
+
+    async def keep_warm(self, base_url: str, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """The service behind `--agent-preload`, to be started before the first `open`; without the flag it waits idly.
+
+        Raises:
+          ConfigError: a module cannot be preloaded, at the start.
+
+        Cancellation: ends the warm parent; agents go on.
+        """
+        if self._warm_parent is None:
+            task_status.started()
+            await trio.sleep_forever()
+        else:
+            await self._warm_parent.run(self._parent_env, base_url, task_status=task_status)
 
     @asynccontextmanager
     async def open(self, spec: AgentSpec) -> AsyncIterator[AgentHandle]:
@@ -55,16 +75,19 @@ class ProcessAgentLauncher:
         has_failed = False
         try:
             env = agent_environment(self._parent_env, config=self._config, spec=spec, io_dir=io.path)
+            warm_parent = await self._warm_parent.living() if self._warm_parent is not None else None
             async with AsyncExitStack() as stack:
                 with boundary(AgentLaunchError, f"session {spec.place}: its agent could not be started", OSError):
                     child = await stack.enter_async_context(
                         self._warden.process(
-                            argv=self._argv,
+                            argv=self._argv if self._warm_parent is None else self._warm_parent.command,
                             cwd=self._config.agent_cwd,
                             env=env,
                             log_path=io.log_path,
                             name=f"agent {spec.place}",
                             term_grace_s=self._config.agent_term_grace,
+                            log_bytes=self._config.agent_log_bytes,
+                            warm_parent=warm_parent,
                         )
                     )
                 agent = _ProcessAgent(spec, io, child, self._unknown_keys, trio.current_time())

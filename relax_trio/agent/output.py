@@ -125,11 +125,12 @@ def _record(value: JsonValue, where: str, unknown: set[str]) -> ExportRecord:
         raise _Problem(f"{where}: name must be a nonempty string, unique in the session")
     where = f"{where} ({name!r})"
     unknown |= value.keys() - _RECORD_KEYS
+    told: list[str] = []  # of what is left out here: the requests that had it were warned about
     try:
         return ExportRecord(
             name=clean_text(name),
-            messages=normalize_messages(value["messages"], param="messages"),
-            tools=normalize_tools(value.get("tools"), param="tools"),
+            messages=normalize_messages(value["messages"], param="messages", skipped=told),
+            tools=normalize_tools(value.get("tools"), param="tools", skipped=told),
             chat_template_kwargs=normalize_template_kwargs(
                 value.get("chat_template_kwargs"), param="chat_template_kwargs"
             ),

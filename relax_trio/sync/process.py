@@ -1,8 +1,8 @@
 """Child processes as blocks: the engine's side of the warden.
 
-`Warden.run` is a service; `Warden.process` owns one process tree for the length of an `async with` block. The warden
-program (relax_trio/warden) does the spawning, ending and reaping; nothing here signals or waits for a process but the
-warden itself.
+`Warden.run` is a service; `Warden.process` owns one process tree for the length of an `async with` block, and
+`Warden.warm_parent` a Python that forks such processes. The warden program (relax_trio/warden) does the spawning,
+ending and reaping; nothing here signals or waits for a process but the warden itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import trio
 from attrs import define, field, frozen
@@ -32,6 +33,9 @@ from relax_trio.warden.wire import Unpacker, pack
 
 if TYPE_CHECKING:
     from relax_trio.warden.wire import Order, Report
+
+_PROGRAM_DIR = os.path.dirname(os.path.abspath(warden_program.__file__))
+_WARM_MAIN = os.path.join(_PROGRAM_DIR, "warm_main.py")
 
 MAX_TERM_GRACE_S = 15.0
 """Longest grace between SIGTERM and SIGKILL that the bound of a clean-up leaves room for, in seconds."""
@@ -64,6 +68,10 @@ class ExitStatus:
             return f"signal {self.signal}"
 
 
+class PreloadRefused(Exception):
+    """A warm parent could not import a module, or may not fork with it; the message names it and says why."""
+
+
 KILLED = ExitStatus(signal=int(signal.SIGKILL))
 
 
@@ -84,7 +92,8 @@ class Child:
     exit_status: ExitStatus | None = None
     survivors: int | None = None
     end_s: float | None = None
-    _failure: OSError | None = None
+    _ident: int = 0
+    _failure: OSError | PreloadRefused | None = None
     _is_orphaned: bool = False
     _settled: trio.Event = field(factory=trio.Event)
     _exited: trio.Event = field(factory=trio.Event)
@@ -117,7 +126,10 @@ class Child:
             self.pid = report["pid"]
         elif event == "failed":
             number = report["errno"]
-            self._failure = OSError(number, os.strerror(number), report["what"])
+            self._failure = OSError(number, report.get("why") or os.strerror(number), report["what"] or None)
+            self._end(survivors=0)
+        elif event == "refused":
+            self._failure = PreloadRefused(report["why"])
             self._end(survivors=0)
         elif event == "exited":
             self.exit_status = ExitStatus(report.get("code"), report.get("signal"))
@@ -202,6 +214,8 @@ class Warden:
         log_path: Path,
         name: str,
         term_grace_s: float = 5.0,
+        log_bytes: int | None = None,
+        warm_parent: Child | None = None,
     ) -> AsyncIterator[Child]:
         """Own one process tree for the length of the block.
 
@@ -216,26 +230,59 @@ class Warden:
           log_path: created with mode 0600 when missing.
           name: public name.
           term_grace_s: 0 (kill at once) to `MAX_TERM_GRACE_S`.
+          log_bytes: most bytes of the log, start and end kept; the process then writes into a pipe. None: no limit.
+          warm_parent: a block that is open: its fork becomes the process, `argv` being PYTHON FILE or PYTHON -m MODULE.
 
         Raises (on entering):
-          OSError: it could not be started; `filename` says what failed.
+          OSError: it could not be started; `filename` says what failed. The warm parent's death is one (ESRCH).
           EngineFault: the warden is dead.
         """
         if not 0 <= term_grace_s <= MAX_TERM_GRACE_S:
             raise ValueError(f"process {name}: the grace is 0 to {MAX_TERM_GRACE_S:g} s, not {term_grace_s:g}")
-        ident, child = self._register(name)
-        self._post(_spawn_order(ident, argv, cwd, env, log_path))
-        try:
-            await child._wait_started()
+        child = self._register(name)
+        order = _order("spawn", child, argv, cwd, env, log_path)
+        if log_bytes is not None:
+            order["log_bytes"] = log_bytes
+        if warm_parent is not None:
+            order["warm"] = warm_parent._ident
+        async with self._owned(child, order, term_grace_s):
             yield child
-        finally:
-            if not child._ended.is_set():
-                self._post({"op": "end", "id": ident, "grace_s": term_grace_s})
-            with cleanup_scope(term_grace_s + KILL_WAIT_S + _ANSWER_S, f"process {name}"):
-                await child._ended.wait()
-            del self._children[ident]
-            if child.survivors:
-                emit("process.unkillable", process=name, pid=child.pid, survivors=child.survivors)
+
+    @asynccontextmanager
+    async def warm_parent(
+        self,
+        *,
+        command: Sequence[str],
+        modules: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        log_path: Path,
+        name: str,
+        is_login_shell: bool = False,
+    ) -> AsyncIterator[Child]:
+        """Own a Python that has `modules` imported and forks processes (see `process`) for the length of the block.
+
+        It is started through bash, as a command would be, so that its forks get what a shell adds to the environment.
+        The block is entered once the modules are imported; leaving it kills the warm parent and nothing it forked.
+
+        Args:
+          command: PYTHON FILE|-m MODULE ARGS of the processes: that Python is started, and looks for modules where it
+            would for this command.
+          env: its environment.
+          log_path: what modules print when they are imported.
+
+        Raises (on entering):
+          PreloadRefused: a module cannot be imported or starts threads.
+          OSError: it could not be started, or ended before it was ready (ESRCH).
+          EngineFault: the warden is dead.
+        """
+        child = self._register(name)
+        line = shlex.join([command[0], _WARM_MAIN, *command[1:]])
+        argv = ["/bin/bash", "-lc" if is_login_shell else "-c", line]
+        order = _order("warm", child, argv, cwd, env, log_path)
+        order["command"], order["modules"] = list(command), list(modules)
+        async with self._owned(child, order, 0.0):
+            yield child
 
     def hurry(self) -> None:
         """Kill every process at once and for good: nothing can be started any more. Never blocks; idempotent.
@@ -257,14 +304,30 @@ class Warden:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _register(self, name: str) -> tuple[int, Child]:
+    @asynccontextmanager
+    async def _owned(self, child: Child, order: Order, grace_s: float) -> AsyncIterator[None]:
+        """Start the child, and end it when the block is left."""
+        self._post(order)
+        try:
+            await child._wait_started()
+            yield
+        finally:
+            if not child._ended.is_set():
+                self._post({"op": "end", "id": child._ident, "grace_s": grace_s})
+            with cleanup_scope(grace_s + KILL_WAIT_S + _ANSWER_S, f"process {child.name}"):
+                await child._ended.wait()
+            del self._children[child._ident]
+            if child.survivors:
+                emit("process.unkillable", process=child.name, pid=child.pid, survivors=child.survivors)
+
+    def _register(self, name: str) -> Child:
         if self._has_died or self._orders_in is None:
             raise EngineFault(f"process {name}: the warden does not run")
         if self._is_closing:
             raise OSError(errno.ECANCELED, "the warden is closing: nothing can be started", name)
         self._n_spawned += 1
-        child = self._children[self._n_spawned] = Child(name)
-        return self._n_spawned, child
+        child = self._children[self._n_spawned] = Child(name, ident=self._n_spawned)
+        return child
 
     def _post(self, order: Order) -> None:
         assert self._orders_in is not None, "only a running warden has children"
@@ -307,11 +370,13 @@ async def _send_orders(orders: trio.MemoryReceiveChannel[Order], stream: trio.So
         pass  # the warden is gone or hurried; the reader notices
 
 
-def _spawn_order(ident: int, argv: Sequence[str], cwd: Path, env: Mapping[str, str], log_path: Path) -> Order:
+def _order(
+    op: Literal["spawn", "warm"], child: Child, argv: Sequence[str], cwd: Path, env: Mapping[str, str], log_path: Path
+) -> Order:
     """The order to start a process; the warden has another working directory, so paths are made absolute."""
     return {
-        "op": "spawn",
-        "id": ident,
+        "op": op,
+        "id": child._ident,
         "argv": list(argv),
         "cwd": os.path.abspath(cwd),
         "env": dict(env),
@@ -339,6 +404,5 @@ async def _start_program() -> tuple[trio.Process, trio.SocketStream]:
 
 def _command(fd: int) -> list[str]:
     """How to start the warden: isolated, without site-packages, with this process's encoding of file names."""
-    directory = os.path.dirname(os.path.abspath(warden_program.__file__))
-    utf8 = f"utf8={sys.flags.utf8_mode}"
-    return [sys.executable, "-I", "-S", "-X", utf8, os.path.join(directory, "__main__.py"), str(fd), str(os.getpid())]
+    main = os.path.join(_PROGRAM_DIR, "__main__.py")
+    return [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", main, str(fd), str(os.getpid())]

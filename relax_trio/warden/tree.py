@@ -16,9 +16,14 @@ import select
 import signal
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 KILL_WAIT_S = 10.0
 """How long killed processes may take to vanish (one in uninterruptible sleep may never), in seconds."""
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -32,7 +37,19 @@ def become_subreaper(name: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
+    set_process_name(name.encode())
+
+
+def set_process_name(name: bytes) -> None:
+    """Show as `name` (at most 15 bytes) in process lists."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when `parent`, this process's single-threaded parent, ends; an exec keeps that, a fork does not."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def open_child_alarm() -> int:
@@ -106,15 +123,45 @@ def terminate_descendants() -> None:
         send(pid, signal.SIGCONT)
 
 
-def kill_descendants(spare: set[int] | frozenset[int] = frozenset()) -> None:
+def kill_descendants(spare: Collection[int] = ()) -> None:
     """Send SIGKILL to every descendant but the direct children in `spare` and what is below them.
 
-    A parent is killed before its children are listed: from then on it makes no new ones.
+    A parent is killed before its children are listed: from then on it makes no new ones. Its whole group is killed with
+    it, in one call of the kernel that no fork slips through: a storm of forks is over before it can be listed. Nobody
+    outside the tree is in such a group, because its session was made in the tree; but for the groups of this process
+    and of those spared.
     """
+    groups = {os.getpgrp(), *filter(None, map(_group_of, spare))}
     doomed = [pid for pid in children_of(os.getpid()) if pid not in spare]
     for pid in doomed:  # grows while it is walked
+        group = _group_of(pid)
+        if group is not None and group not in groups:
+            groups.add(group)
+            _send_group(group, signal.SIGKILL)
         send(pid, signal.SIGKILL)
         doomed.extend(children_of(pid))
+
+
+def hurry_up() -> None:
+    """Run before all ordinary processes from now on, where that is permitted: a storm of them leaves no time else."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    except PermissionError:
+        pass
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _send_group(group: int, signum: int) -> None:
+    try:
+        os.killpg(group, signum)
+    except (ProcessLookupError, PermissionError):
+        pass  # all gone, or some belong to another user: as in `send`
 
 
 def send(pid: int, signum: int) -> None:

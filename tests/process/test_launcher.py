@@ -5,67 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
+from builders_agents import failure, kept, launching, spec
 from builders_process import alive, eventually, new_tag, running_warden, sleeper
 
-from relax_trio.agent.base import AgentSpec
 from relax_trio.agent.launcher import ProcessAgentLauncher
 from relax_trio.agent.session_io import LONG_BYTES, SessionIO
 from relax_trio.config.tree import AgentConfig
-from relax_trio.data.messages import Message
 from relax_trio.data.record import SessionOutput
-from relax_trio.data.task import TaskInput
-from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError
-from relax_trio.ids import PlaceId, group_id, new_credential, place_id
+from relax_trio.errors import AgentLaunchError, AgentOutputError
+from relax_trio.ids import PlaceId
 
 pytestmark = pytest.mark.process
-
-
-def spec(index=0, metadata=None, content="2 + 2 = ?  é"):
-    return AgentSpec(
-        place=place_id(group_id(17), index),
-        group=group_id(17),
-        credential=new_credential(),
-        base_url="http://127.0.0.1:1/agentic_api",
-        mode="train",
-        task=TaskInput(
-            row=0,
-            source="f:1",
-            prompt=content,
-            messages=(Message(role="user", content=content),),
-            metadata=metadata or {},
-        ),
-    )
-
-
-@asynccontextmanager
-async def launching(tmp_path, command, **flags):
-    """A launcher with a running warden; checks that no IO directory is left."""
-    temp_root = tmp_path / "temp"
-    temp_root.mkdir(exist_ok=True)
-    flags = {"agent_term_grace": 0.2, "agent_cwd": tmp_path, **flags}
-    async with running_warden() as warden:
-        config = AgentConfig(agent_command=command, **flags)
-        yield ProcessAgentLauncher(warden, config, tmp_path / "run", temp_root)
-    assert list(temp_root.iterdir()) == []
-
-
-def kept(tmp_path):
-    sessions = tmp_path / "run" / "sessions"
-    return sorted(p.name for p in sessions.iterdir()) if sessions.exists() else []
-
-
-async def failure(launcher, the_spec):
-    """The error of an agent that fails, raised bare."""
-    with pytest.raises(AgentExecutionError) as caught:  # noqa: PT012 - the block is what must let it out
-        async with launcher.open(the_spec) as agent:
-            await agent.wait()
-            await agent.read_output()
-    return caught.value
 
 
 async def test_agent_reads_its_task_and_writes_its_output(tmp_path):
