@@ -17,7 +17,7 @@ from relax_trio.backend.base import Attempt, AttemptResult, BackendLoad, WeightS
 from relax_trio.backend.refuse import refuse_unfit
 from relax_trio.backend.turns import InterruptedTurns
 from relax_trio.data.sample import VersionSpan
-from relax_trio.errors import BackendError, BackendRejected, BackendUnavailable, WeightSyncError
+from relax_trio.errors import BackendError, BackendRejected, BackendUnavailable, EngineFault, WeightSyncError
 from relax_trio.ids import Rid, WeightVersion
 
 FAKE_LOGPROB = -1.0
@@ -47,7 +47,7 @@ class _Turn:
     started_at: float
     wait: trio.CancelScope
     aborted: bool = False
-    gone: bool = False
+    error: BackendError | None = None
 
 
 class FakeBackend:
@@ -66,6 +66,7 @@ class FakeBackend:
     Attributes:
       calls: every call in order.
       attempts: every attempt taken, in order.
+      is_serving: whether `run` is under way.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class FakeBackend:
         self._max_context_len = max_context_len
         self._vocab_len = vocab_len
         self._versions: list[tuple[float, WeightVersion]] = [(-math.inf, WeightVersion(version))]
-        self._serving = False
+        self.is_serving = False
         self._running: dict[Rid, _Turn] = {}
         self._n_begun: dict[str, int] = {}
         self._interrupted: InterruptedTurns[tuple[int, ...]] = InterruptedTurns()
         self._errors: list[BackendError] = []
+        self._death: EngineFault | None = None
+        self._died = trio.Event()
 
     @property
     def max_context_len(self) -> int:
@@ -102,26 +105,50 @@ class FakeBackend:
         """See `Backend`."""
         return self._versions[-1][1]
 
+    @property
+    def running(self) -> tuple[Rid, ...]:
+        """Attempts under way, in the order they were taken."""
+        return tuple(self._running)
+
+    @property
+    def remembered(self) -> frozenset[str]:
+        """Keys of the Sessions that something is remembered of; `close_session` forgets one."""
+        return frozenset(self._n_begun) | self._interrupted.session_keys
+
     def fail_next(self, error: BackendError) -> None:
         """Let the next attempt that is taken raise `error`; may be called several times."""
         self._errors.append(error)
 
+    def fail(self, rid: Rid, error: BackendError) -> None:
+        """Let an attempt under way raise `error`. Unknown rid: nothing happens."""
+        turn = self._running.get(rid)
+        if turn is not None and turn.error is None:
+            turn.error = error
+            turn.wait.cancel(reason=f"attempt {rid} fails: {type(error).__name__}")
+
+    def die(self, why: str = "the fake backend died") -> None:
+        """Let `run` raise EngineFault, as an engine whose own loop failed; attempts under way end with it."""
+        if self._death is None:
+            self._death = EngineFault(why)
+            self._died.set()
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """See `Backend`."""
-        self._serving = True
+        self.is_serving = True
         task_status.started()
         try:
-            await trio.sleep_forever()
+            await self._died.wait()
+            assert self._death is not None, "who dies has a cause"
+            raise self._death
         finally:
-            self._serving = False
-            for turn in self._running.values():
-                turn.gone = True
-                turn.wait.cancel(reason="the fake backend ended")
+            self.is_serving = False
+            for rid in self.running:
+                self.fail(rid, BackendUnavailable(f"attempt {rid}: the fake backend ended"))
 
     async def generate(self, attempt: Attempt) -> AttemptResult:
         """See `Backend`. Cancellation: acts at once; the turn's answer is kept for an attempt at the same turn."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        if not self._serving:
+        if not self.is_serving:
             raise BackendUnavailable(f"attempt {attempt.rid}: the fake backend is not serving")
         refuse_unfit(attempt, running=self._running, max_context_len=self._max_context_len, vocab_len=self._vocab_len)
         self._note("generate", attempt.rid)
@@ -139,8 +166,8 @@ class FakeBackend:
         try:
             with turn.wait:
                 await trio.sleep_forever()
-            if turn.gone:
-                raise BackendUnavailable(f"attempt {attempt.rid}: the fake backend ended")
+            if turn.error is not None:
+                raise turn.error
             result = self._result(turn, ids, finish)
             finished = not turn.aborted
             return result

@@ -20,6 +20,11 @@ class InterruptedTurns(Generic[A]):
     def __init__(self) -> None:
         self._answers: dict[tuple[str, bytes], A] = {}
 
+    @property
+    def session_keys(self) -> frozenset[str]:
+        """Sessions that have an interrupted turn."""
+        return frozenset(session_key for session_key, _ in self._answers)
+
     def take(self, attempt: Attempt, begin: Callable[[], A]) -> A:
         """The answer that `attempt` goes on with, or a new one."""
         key = _key(attempt)
