@@ -105,7 +105,7 @@ async def max_staleness_drop(bench: Bench) -> None:
         )
     )
     backend = model({1: "takes"})
-    async with training(bench, config, n_steps=4, backend=backend) as loop:
+    async with training(bench, config, n_steps=3, backend=backend) as loop:
         await loop.run()
         assert all(len(rows) == 1 for _, rows in loop.trainer.steps)
 

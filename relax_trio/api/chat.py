@@ -41,12 +41,13 @@ class ChatDialect:
         """See `Dialect.parse`."""
         fields = body_object(body)
         refuse_many_choices(fields)
-        messages = normalize_messages(fields.get("messages"), param="messages")
+        skipped: list[str] = []
+        messages = normalize_messages(fields.get("messages"), param="messages", skipped=skipped)
         _refuse_images(messages, fields)
         newer, older = (optional_int(fields, name, low=1) for name in ("max_completion_tokens", "max_tokens"))
         request = CanonicalRequest(
             messages=messages,
-            tools=normalize_tools(fields.get("tools"), param="tools"),
+            tools=normalize_tools(fields.get("tools"), param="tools", skipped=skipped),
             chat_template_kwargs=normalize_template_kwargs(
                 fields.get("chat_template_kwargs"), param="chat_template_kwargs"
             ),
@@ -58,6 +59,7 @@ class ChatDialect:
             tool_choice=_tool_choice(fields.get("tool_choice")),
             digest=digest,
             retry=retry,
+            skipped=tuple(dict.fromkeys(skipped)),
         )
         return ParsedRequest(request=request, stream=optional_bool(fields, "stream"))
 
@@ -126,6 +128,9 @@ def _tool_choice(raw: JsonValue) -> str:
     if raw.get("type") == "allowed_tools":
         allowed = raw.get("allowed_tools")
         return _tool_choice(allowed.get("mode") if isinstance(allowed, dict) else None)
+    kind = raw.get("type")
+    if isinstance(kind, str) and kind != "function":
+        return "auto"  # a tool of another kind, which was left out
     function = raw.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:

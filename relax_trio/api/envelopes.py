@@ -13,11 +13,13 @@ _ANTHROPIC_KINDS: Final = {
     404: "not_found_error",
     413: "request_too_large",
 }
+_MAX_CHARS: Final = 1000
+"""Messages quote what clients sent, templates even whole texts of theirs."""
 
 
 def openai_error(error: ProtocolError) -> JsonObject:
     """The envelope of Chat Completions and Responses."""
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": _cut(error.message), "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_error(error: ProtocolError) -> JsonObject:
@@ -32,7 +34,7 @@ def anthropic_error(error: ProtocolError) -> JsonObject:
         kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
     else:
         kind = "overloaded_error" if error.status == 503 else "api_error"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": _cut(message)}}
 
 
 def error_envelope(path: str, error: ProtocolError, *, from_anthropic_sdk: bool = False) -> JsonObject:
@@ -40,3 +42,10 @@ def error_envelope(path: str, error: ProtocolError, *, from_anthropic_sdk: bool 
     parts = path.split("/")
     is_anthropic = "messages" in parts or (from_anthropic_sdk and "models" in parts)
     return anthropic_error(error) if is_anthropic else openai_error(error)
+
+
+def _cut(message: str) -> str:
+    """`message`, without its middle where it is long: what happened stands in front, what to do at the end."""
+    if len(message) <= _MAX_CHARS:
+        return message
+    return f"{message[: _MAX_CHARS // 2]} … {message[-_MAX_CHARS // 2 :]}"

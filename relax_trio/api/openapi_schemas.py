@@ -34,8 +34,10 @@ _COUNT: Final[JsonObject] = {"type": "integer", "minimum": 0}
 _LIMIT: Final[JsonObject] = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
 _FLAG: Final = _nullable({"type": "boolean"})
 _OBJECT: Final[JsonObject] = {"type": "object"}
+_NULL: Final[JsonObject] = {"type": "null"}
 _STOP: Final = _nullable({"anyOf": [_SAID, _list(_SAID)]})
 _SEED: Final = _nullable({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1})
+_ONE: Final = _nullable({"const": 1})
 _KWARGS: Final = _nullable({"type": "object", "description": "Arguments of the chat template."})
 
 _FUNCTION: Final = _object(
@@ -119,6 +121,7 @@ _MESSAGES_FIELDS: Final[JsonObject] = {
     "thinking": _nullable(_object("type", type=_one_of("enabled", "adaptive", "disabled"))),
     "output_config": _nullable(_object(effort=_nullable(_TEXT))),
     "chat_template_kwargs": _KWARGS,
+    "n": _ONE,
     "model": _nullable(_TEXT),
 }
 _ITEMS: Final[list[JsonValue]] = [
@@ -184,7 +187,7 @@ SCHEMAS: Final[JsonObject] = {
         seed=_SEED,
         logprobs=_FLAG,
         stream=_FLAG,
-        n=_nullable({"const": 1}),
+        n=_ONE,
         model=_nullable(_TEXT),
     ),
     "ChatReply": _object(
@@ -230,8 +233,14 @@ SCHEMAS: Final[JsonObject] = {
         stop=_STOP,
         seed=_SEED,
         stream=_FLAG,
+        n=_ONE,
         model=_nullable(_TEXT),
-        previous_response_id={"type": "null"},
+        include=_nullable(_list(_TEXT)),
+        top_logprobs=_nullable(_COUNT),
+        background=_nullable({"const": False}),
+        previous_response_id=_NULL,
+        conversation=_NULL,
+        prompt=_NULL,
     ),
     "ResponsesReply": _object(
         "id object created_at status model output usage",

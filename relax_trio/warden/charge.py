@@ -24,7 +24,6 @@ class Keeper:
       control: the warden's end of its socket.
       pid: 0 while a warm parent has not told which fork it is.
       parent: the warm parent that forks it, if one does.
-      held: what it reported before `pid` was known.
       has_spawned, has_exited, is_done: it told of its leader's start, of its exit, and its last word.
       status: wait status, once it was collected.
     """
@@ -34,7 +33,6 @@ class Keeper:
         self.control = control
         self.parent = parent
         self.pid = 0
-        self.held: list[Report] = []
         self.has_spawned = False
         self.has_exited = False
         self.is_done = False

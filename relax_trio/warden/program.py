@@ -192,20 +192,16 @@ class Warden:
         report: Report = json.loads(body)
         if report["event"] == "forked":
             self._adopt(keeper, report)
-        elif keeper.parent is not None and keeper.pid == 0:
-            keeper.held.append(report)
-        else:
+        elif keeper.pid != 0:  # else its warm parent died before it was known here: an orphan, and killed
             self._tell(self._find(report["id"]), report)
             self._go_on(keeper)
 
     def _adopt(self, parent: Keeper, report: Report) -> None:
         """A warm parent forked this keeper: take it as a child, then let it become one."""
         keeper = self._find(report["id"])
-        if keeper is not None:  # else it told why it failed and is gone
-            keeper.pid = report["pid"]
-            self._by_pid[keeper.pid] = keeper
-            while keeper.held:
-                self._tell(keeper, keeper.held.pop(0))
+        assert keeper is not None, "its end is told by its warm parent or after this"
+        keeper.pid = report["pid"]
+        self._by_pid[keeper.pid] = keeper
         try:
             parent.control.send(b"{}")
         except OSError:
@@ -239,9 +235,6 @@ class Warden:
         if isinstance(keeper, WarmParent):
             for _, theirs in keeper.waiting:
                 theirs.close()  # their keepers' sockets end as well
-        for report in keeper.held:
-            if report["event"] == "failed":
-                self._tell(keeper, report)
         if not keeper.is_done:
             self._lost.append(keeper)
             self._reap()

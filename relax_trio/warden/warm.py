@@ -132,6 +132,7 @@ def _hand_over(control: socket.socket, order: Order, keeper: int) -> None:
 def _be_go_between(theirs: socket.socket, order: Order, keeper_control: socket.socket) -> bool:
     """Fork the keeper, tell its pid, and be its parent until told to leave. Returns in the process alone, with True."""
     is_leader = False
+    go_between = os.getpid()
     try:
         try:
             keeper = os.fork()
@@ -140,6 +141,7 @@ def _be_go_between(theirs: socket.socket, order: Order, keeper_control: socket.s
         if keeper == 0:
             theirs.close()
             os.setsid()
+            _wait_end(go_between)
             run_keeper(keeper_control, order, fork_leader)
             is_leader = True
         else:
@@ -149,6 +151,18 @@ def _be_go_between(theirs: socket.socket, order: Order, keeper_control: socket.s
         if not is_leader:
             os._exit(0)
     return True
+
+
+def _wait_end(go_between: int) -> None:
+    """Wait until this process is the warden's child: who else would hear that its agent stopped it?"""
+    try:
+        end = os.pidfd_open(go_between)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    poll.poll()
+    os.close(end)
 
 
 def _send(control: socket.socket, report: Report) -> None:

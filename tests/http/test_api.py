@@ -138,6 +138,44 @@ async def test_a_stream_is_held_for_an_hour(loopback_clock):
     assert session.ends == [("delivered", 3601.0)]
 
 
+@pytest.mark.parametrize("hold_s", [320.0, pytest.param(3 * 3600.0, marks=pytest.mark.slow)])
+async def test_every_api_holds_a_request_and_beats_all_the_while(loopback_clock, hold_s):
+    """Six connections at once, JSON and SSE; what beats is what the client of that API ignores."""
+    session = FakeSession(delay_s=hold_s)
+    beats = {
+        "/v1/chat/completions": b": heartbeat\n\n",
+        "/v1/responses": b": heartbeat\n\n",
+        "/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n',
+    }
+    bodies = {path: {"messages": HI, "max_tokens": 9, "input": "hi"} for path in beats}
+    seen = {}
+
+    async def stream(path):
+        async with api.client.stream("POST", path, json={**bodies[path], "stream": True}) as response:
+            assert response.status_code == 200
+            seen[path] = [(round(trio.current_time() - start, 3), part) async for part in response.aiter_raw()]
+
+    async def ask(path):
+        response = await api.client.post(path, json=bodies[path])
+        assert (response.status_code, trio.current_time() - start) == (200, pytest.approx(hold_s))
+
+    async with open_api(session) as api:
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            for path in beats:
+                nursery.start_soon(stream, path)
+                nursery.start_soon(ask, path)
+
+    for path, beat in beats.items():
+        opened, *held, (ended_at, end) = seen[path]
+        assert opened[0] == 0.0
+        assert held == [(15.0 * n, beat) for n in range(1, len(held) + 1)]
+        assert hold_s - 15.0 <= 15.0 * len(held) <= hold_s
+        assert ended_at == pytest.approx(hold_s)
+        assert len(end) > 200
+    assert session.ends == [("delivered", hold_s)] * 6
+
+
 async def test_a_body_may_trickle_in(loopback_clock):
     session = FakeSession()
 
@@ -315,7 +353,20 @@ async def test_a_retry_that_comes_before_the_break_is_seen_holds_the_call_by_its
     assert session.ends == [("detached", 2.0), ("delivered", 30.0)]
 
 
-@pytest.mark.parametrize(("count", "is_retry"), [("0", False), ("1", True), ("02", True), ("x", False), ("²", False)])
+@pytest.mark.parametrize(
+    ("count", "is_retry"),
+    [
+        ("0", False),
+        ("1", True),
+        ("02", True),
+        ("x", False),
+        ("²", False),
+        ("", False),
+        ("-1", False),
+        ("000", False),
+        ("9" * 5000, True),
+    ],
+)
 async def test_only_a_positive_retry_count_marks_a_retry(loopback_clock, count, is_retry):
     session = FakeSession()
     async with open_api(session) as api:

@@ -46,10 +46,10 @@ def test_nothing_is_violated_whatever_is_disturbed(scenario):
 
 
 SHOWN = {
-    "plain_step": ("accounting_end", {"rollout": 1, "scored": 2}),
+    "plain_step": ("accounting_end", {"rollout": 0, "scored": 2}),
     "drop_in_the_barrier": ("group.dropped", {"group": "G0", "reason": "the scenario's"}),
     "prelaunch_across_a_step": ("accounting_end", {"rollout": 0, "prepared": 1}),
-    "partial_pause": ("group.leased", {"group": "G4"}),
+    "partial_pause": ("session.completed", {"place": "G1/0"}),
     "abort_at_the_exact_budget": ("session.completed", {"place": "G2/0"}),
     "lost_abort": ("attempt.abort_timeout", {"rid": "G1/0-0.r1.1"}),
     "protected_close": ("step.waiting", {"protected": "G1"}),

@@ -99,6 +99,7 @@ def test_a_request_that_sets_nothing_has_the_defaults():
         ({"tool_choice": None}, "tool_choice", "auto"),
         ({"tool_choice": {"type": "function", "function": {"name": "calc"}}}, "tool_choice", "calc"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required"}}}, "tool_choice", "required"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice", "auto"),
     ],
     ids=str,
 )
@@ -136,6 +137,11 @@ def test_fields_that_mean_something_are_read(fields, attribute, value):
         ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tools": "calc"}, "tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": 3}]}, "tools[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": 3}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].refusal"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ],
     ids=str,
@@ -361,3 +367,34 @@ def test_nesting_is_bounded(pair):
     for depth in (MAX_DEPTH + 1, 50_000):
         with pytest.raises(InvalidRequest, match="nested"):
             parse_body(nested(depth))
+
+
+# --- what nothing here serves --------------------------------------------------------------------------------------
+
+
+def test_what_nothing_serves_is_skipped_and_named_once():
+    file, audio = {"type": "file", "file": {"file_id": "f"}}, {"type": "input_audio", "input_audio": {"data": ""}}
+    messages = [
+        {"role": "system", "content": [audio]},
+        {"role": "user", "content": [file, {"type": "text", "text": "a"}, audio, {"type": "input_text", "text": "b"}]},
+        {"role": "user", "content": [file]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, {"type": "\ud800" + "x" * 99}]},
+        {"role": "tool", "tool_call_id": "c", "content": [file]},
+    ]
+    request = parse(messages=messages, tools=[{"type": "web_search"}, TOOL, {"type": "custom", "custom": {}}]).request
+
+    assert [(m.role, m.content) for m in request.messages] == [("user", "ab"), ("assistant", "no"), ("tool", "")]
+    assert request.tools == (TOOL,)
+    assert request.skipped == ("input_audio", "file", "\ufffd" + "x" * 63, "tool web_search", "tool custom")
+
+
+def test_a_request_of_nothing_else_is_refused_and_told_what_was_left_out():
+    with pytest.raises(InvalidRequest, match=r"messages must hold at least one message \(left out: file\)"):
+        parse(messages=[{"role": "user", "content": [{"type": "file"}]}])
+
+
+def test_an_image_is_refused_where_other_parts_are_skipped():
+    with pytest.raises(UnsupportedFeature) as caught:
+        parse(messages=[{"role": "user", "content": [{"type": "file"}, IMAGE]}])
+
+    assert caught.value.param == "messages[0].content[1]"

@@ -245,3 +245,12 @@ def test_template_arguments_pass_and_null_is_none():
     assert normalize_template_kwargs(None) == {}
     with pytest.raises(InvalidRequest):
         normalize_template_kwargs([])
+
+
+@pytest.mark.parametrize("part", [{"type": "file"}, {"type": "input_audio"}])
+def test_where_nobody_is_told_a_part_or_tool_that_is_not_served_is_refused(part):
+    """Of a dataset, nothing may vanish in silence."""
+    with pytest.raises(InvalidRequest, match=r"content\[0\]\.type must be text or image_url"):
+        normalize_messages([{"role": "user", "content": [part, {"type": "text", "text": "x"}]}])
+    with pytest.raises(InvalidRequest, match=r"tools\[0\]\.type must be function"):
+        normalize_tools([part])
