@@ -37,6 +37,7 @@ class Family:
       printed: what a history prints last of the turn, without what ends it.
       ends: the tokens that end its turns in a history; none where the next message's tag does.
       takes_tools, alternates: what conversations the template can take at all.
+      one_call: a turn has one tool call, and the template prints no other.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Family:
     ends: frozenset[str]
     takes_tools: bool = True
     alternates: bool = False
+    one_call: bool = False
     tokenizer_files: Path | None = field(default=None)
 
     @functools.cached_property
@@ -426,6 +428,7 @@ HARMONY = Family(
     stop=lambda turn, following: "<|call|>" if turn.tool_calls else "<|return|>",
     printed=harmony_printed,
     ends=frozenset({"<|return|>", "<|end|>", "<|call|>"}),
+    one_call=True,
 )
 
 FAMILIES = (

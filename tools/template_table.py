@@ -57,6 +57,8 @@ def _rows() -> Iterator[tuple[str, Dialogue, Stopped]]:
 def _cell(family: Family, dialogue: Dialogue, stopped: Stopped) -> str:
     if dialogue.kwargs and THINKING not in family.codec.template.variables:
         return "–"
+    if family.one_call and dialogue.kind == "several tool calls":
+        return "one call a turn"
     if stopped == "by another stop token" and len(family.stops) == 1:
         return "–"
     try:

@@ -40,10 +40,15 @@ def run(argv: Sequence[str]) -> int:
     name, *rest = argv
     _, own = parse_command(rest, Own)
     codec = _load(name, own.tokenizer)
+    from relax_trio.tokens.hf import BARE_BOS, BARE_EOS
     from relax_trio.tokens.probe import probe_template
     from relax_trio.tokens.probe_text import report_lines
 
-    sys.stdout.write("\n".join([f"Chat template of {name}", "", *report_lines(probe_template(codec.observations)), ""]))
+    lines = [f"Chat template of {name}", "", *report_lines(probe_template(codec.observations)), ""]
+    if own.tokenizer is None and Path(name).is_file() and name != DEMO:
+        stand_ins = f"with stand-ins for bos and eos, {BARE_BOS} and {BARE_EOS}"
+        lines.insert(1, f"{stand_ins}; --tokenizer CHECKPOINT takes those of a checkpoint")
+    sys.stdout.write("\n".join(lines))
     return 0
 
 
@@ -62,6 +67,7 @@ def _load(name: str, tokenizer: Path | None) -> ChatCodec:
         source = path.read_text(encoding="utf-8")
     if tokenizer is None:
         return ChatCodec.from_tokenizer(bare_tokenizer(source), name=name)
-    loaded = load_tokenizer(tokenizer)
+    checkpoint = find_checkpoint(str(tokenizer))
+    loaded = load_tokenizer(checkpoint)
     loaded.chat_template = source
-    return ChatCodec.from_tokenizer(loaded, name=name, eos_ids=generation_eos(tokenizer))
+    return ChatCodec.from_tokenizer(loaded, name=name, eos_ids=generation_eos(checkpoint))

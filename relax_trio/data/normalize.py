@@ -176,7 +176,8 @@ def _message(raw: JsonValue, path: str, skipped: list[str] | None) -> Message | 
             f"{path}.role must be one of user, assistant, tool, system, developer, not {said}", param=f"{path}.role"
         )
     n_skipped = len(skipped or ())
-    content = _content(raw.get("content"), role, f"{path}.content", skipped)
+    given = raw.get("content")
+    content = clean_text(given) if isinstance(given, str) else _content(given, role, f"{path}.content", skipped)
     if role == "assistant":
         return _assistant(raw, content, path)
     if role == "tool":
@@ -190,10 +191,13 @@ def _message(raw: JsonValue, path: str, skipped: list[str] | None) -> Message | 
 
 
 def _assistant(raw: JsonObject, content: Content, path: str) -> Message:
-    reasoning = text_or_none(raw.get("reasoning_content"), f"{path}.reasoning_content") or text_or_none(
-        raw.get("reasoning"), f"{path}.reasoning"
-    )
-    calls = _tool_calls(raw.get("tool_calls"), f"{path}.tool_calls")
+    """The assistant's message. Paths are put together only where there is something to name: histories are long."""
+    reasoning: str | None = None
+    for key in ("reasoning_content", "reasoning"):
+        if not reasoning and raw.get(key) is not None:
+            reasoning = text_or_none(raw[key], f"{path}.{key}")
+    given = raw.get("tool_calls")
+    calls = () if given is None else _tool_calls(given, f"{path}.tool_calls")
     if content is None:  # a refusal of another model, replayed: its text is all that message says
         content = text_or_none(raw.get("refusal"), f"{path}.refusal")
     return assistant_message(content, reasoning, calls, param=f"{path}.content")

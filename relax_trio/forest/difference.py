@@ -52,7 +52,7 @@ def explain_unknown_state(
     if at == len(messages):
         return f"{name}; the record ends before its messages[{at}] ({_who(near.other)}), where nothing was committed"
     field, ours, committed = _first_field(messages[at], near.other)
-    return f"{name}; first difference: messages[{at}].{field}: {_two_texts(ours, committed)}"
+    return f"{name}; first difference: messages[{at}].{field}: {_two_fields(ours, committed)}"
 
 
 def _explain_tree(
@@ -131,11 +131,11 @@ def _likeness(ours: Message, theirs: Message) -> tuple[int, int]:
     one, other = _field_texts(ours), _field_texts(theirs)
     alike = sum(value == other.get(key) for key, value in one.items())
     _, mine, committed = _first_field(ours, theirs)
-    return alike, _first_char(mine, committed)
+    return alike, 0 if mine is None or committed is None else _first_char(mine, committed)
 
 
-def _first_field(ours: Message, theirs: Message) -> tuple[str, str, str]:
-    """Path of the first differing field, and the two texts.
+def _first_field(ours: Message, theirs: Message) -> tuple[str, str | None, str | None]:
+    """Path of the first differing field, and the two texts; None where one has no such field.
 
     Absent reasoning comes last: its absence alone rarely keeps a record from matching.
     """
@@ -145,7 +145,7 @@ def _first_field(ours: Message, theirs: Message) -> tuple[str, str, str]:
         fields.sort(key=lambda field: field == "reasoning_content")
     for field in fields:
         if one.get(field) != other.get(field):
-            return field, one.get(field, "absent"), other.get(field, "absent")
+            return field, one.get(field), other.get(field)
     raise EngineFault("two messages differ, but none of their fields does")
 
 
@@ -175,6 +175,13 @@ def _first_char(ours: str, theirs: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _two_fields(ours: str | None, theirs: str | None) -> str:
+    if ours is None or theirs is None:
+        has, lacks = ("the committed state", "the record") if ours is None else ("the record", "the committed state")
+        return f"{has} has {_around(ours or theirs or '', 0)}, {lacks} has none"
+    return _two_texts(ours, theirs)
 
 
 def _two_texts(ours: str, theirs: str) -> str:

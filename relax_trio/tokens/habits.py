@@ -43,6 +43,7 @@ class Habits:
       short_ids: call ids are given as nine letters or digits.
       first_system: a leading system message is printed.
       later_system: a later system message is printed where it stands.
+      refuses_system: a leading system message was refused; a conversation that has one is tried as it is all the same.
     """
 
     no_content: str | None = ""
@@ -53,6 +54,7 @@ class Habits:
     short_ids: bool = False
     first_system: bool = True
     later_system: bool = True
+    refuses_system: bool = False
 
     def to_chat(self, message: Message) -> JsonObject:
         """The Chat shape of a message, as the template takes it."""
@@ -125,6 +127,7 @@ def find_habits(render: Render) -> Habits:
         habits,
         first_system=first is None or _VALUE in first,
         later_system=later is None or _VALUE in later.partition(_NAME)[2],
+        refuses_system=first is None,
     )
 
 

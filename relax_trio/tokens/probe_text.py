@@ -41,11 +41,10 @@ def _takes(report: ProbeReport) -> Iterator[tuple[str, str]]:
     )
     yield "call ids", "given as nine letters or digits" if habits.short_ids else "as they are"
     yield "reasoning", f"read from {habits.reasoning_key}" if habits.prints_reasoning else "never printed"
-    yield (
-        "system",
-        ("as it is" if habits.first_system else "as a user message")
-        + ("" if habits.later_system else "; a later one as a user message"),
-    )
+    first = "as it is" if habits.first_system else "as a user message"
+    later = "" if habits.later_system else "; a later one as a user message"
+    refused = "refused; as a user message, one with its neighbour where roles alternate"
+    yield "system", refused if habits.refuses_system else first + later
     yield "remembers", _MEMORY[report.memory]
     if report.prints_date:
         yield "date", "printed; it stays that of the start of the run"

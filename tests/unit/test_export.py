@@ -147,7 +147,10 @@ def error_of(forest, *args, **how):
         ([user("A")], ["messages[0].content"]),
         ([system(), user("a")], ["messages[0].role: the record has 'system', the committed state 'user'"]),
         ([user("a"), assistant("r"), user("b"), assistant("s"), user("c")], ["goes on with messages[4] (user 'c')"]),
-        ([user("a"), assistant("r", reasoning="x")], ["messages[1].reasoning_content: the record has 'x'", "'absent'"]),
+        (
+            [user("a"), assistant("r", reasoning="x")],
+            ["messages[1].reasoning_content: the record has 'x', the committed state has none"],
+        ),
     ],
 )
 def test_an_unknown_state_shows_the_nearest_one_and_the_first_difference(messages, words):
@@ -177,7 +180,7 @@ def test_absent_reasoning_is_not_called_the_difference_where_it_would_be_restore
     forest = SessionForest()
     turn(forest, [user("a")], assistant("r", reasoning="hm", calls=(look_call(),)), tools=(LOOK,))
     text = error_of(forest, [user("a"), assistant("r")], tools=(LOOK,))
-    assert "messages[1].tool_calls[0].function.name: the record has 'absent', the committed state 'look'" in text
+    assert "messages[1].tool_calls[0].function.name: the committed state has 'look', the record has none" in text
 
 
 def test_absent_reasoning_is_the_difference_where_nothing_else_is():
@@ -186,7 +189,7 @@ def test_absent_reasoning_is_the_difference_where_nothing_else_is():
     forest = SessionForest()
     turn(forest, own, "s")
     silent = [own[0], assistant("r"), own[2], assistant("s")]
-    said = "messages[1].reasoning_content: the record has 'absent', the committed state 'hm'"
+    said = "messages[1].reasoning_content: the committed state has 'hm', the record has none"
     assert said in error_of(forest, silent)
     forest = SessionForest(unechoed_reasoning="fork")
     turn(forest, [user("a")], assistant("r", reasoning="hm"))
