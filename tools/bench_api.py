@@ -288,7 +288,8 @@ class Load:
                 agent = self.agents[self.n_sent % len(self.agents)]
                 self.n_sent += 1
                 if agent.is_busy:
-                    into.n_skipped += 1 if into else 0
+                    if into is not None:
+                        into.n_skipped += 1
                     continue
                 nursery.start_soon(self.ask, agent, which, start + at, into)
         if into is not None:

@@ -18,6 +18,7 @@ from relax_trio.data.messages import Message, Part, TextPart
 from relax_trio.ids import StateHash
 
 _ROOT_TAG: Final = "root"
+_sha256 = hashlib.sha256
 
 
 def root_state(tools: Sequence[JsonObject], chat_template_kwargs: JsonObject) -> StateHash:
@@ -28,19 +29,19 @@ def root_state(tools: Sequence[JsonObject], chat_template_kwargs: JsonObject) ->
     """
     listed: list[JsonValue] = list(tools)
     text = canonical_json([_ROOT_TAG, listed, chat_template_kwargs])
-    return StateHash(hashlib.sha256(text.encode()).digest())
+    return StateHash(_sha256(text.encode()).digest())
 
 
 def next_state(state: StateHash, digest: bytes) -> StateHash:
     """State after one more message with hash `digest`."""
-    return StateHash(hashlib.sha256(state + digest).digest())
+    return StateHash(_sha256(state + digest).digest())
 
 
 def chain(state: StateHash, digests: Iterable[bytes]) -> list[StateHash]:
     """`state`, then the states after each message hash of `digests` in turn."""
     states = [state]
     for digest in digests:
-        state = StateHash(hashlib.sha256(state + digest).digest())
+        state = StateHash(_sha256(state + digest).digest())
         states.append(state)
     return states
 
@@ -50,6 +51,10 @@ def message_hash(message: Message) -> bytes:
 
     Absent content counts as "": normalization leaves only one of the two possible beside calls or reasoning.
     """
+    content = message.content
+    plain = not message.tool_calls and message.reasoning_content is None and message.tool_call_id is None
+    if plain and isinstance(content, str):  # most messages; as `_digest` would, without its copies of the text
+        return _sha256(f"{message.role}{len(content)}:{content}--".encode()).digest()
     return _digest(message, message.reasoning_content)
 
 
@@ -65,10 +70,10 @@ def _digest(message: Message, reasoning: str | None) -> bytes:
     else:
         text = f"{message.role}[{len(content)}:" + "".join(_part(part) for part in content)
     call_id = message.tool_call_id
-    text += "--" if reasoning is None and call_id is None else f"{_field(reasoning)}{_field(call_id)}"
+    rest = "--" if reasoning is None and call_id is None else f"{_field(reasoning)}{_field(call_id)}"
     for call in message.tool_calls:
-        text += f"{_field(call.id)}{_field(call.name)}{_field(call.arguments)}"
-    return hashlib.sha256(text.encode()).digest()
+        rest += f"{_field(call.id)}{_field(call.name)}{_field(call.arguments)}"
+    return _sha256((text + rest).encode()).digest()
 
 
 def _part(part: Part) -> str:

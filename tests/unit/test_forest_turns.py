@@ -325,3 +325,11 @@ def test_the_view_lines_up_tokens_masks_and_logprobs():
     assert response["logprobs"] == [-0.5, -1.5, -2.5]
     assert response["delivered"] is False
     assert (view["leaves"], view["exportable_leaves"]) == ([2], [])
+
+
+@pytest.mark.parametrize("content", ["", "a", "--", "1:a", "日本", None])
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_the_short_way_to_a_messages_hash_gives_what_the_long_one_does(role, content):
+    message = Message(role=role, content=content)
+    assert message_hash(message) == visible_hash(message)
+    assert message_hash(message) != message_hash(Message(role="tool", content=content, tool_call_id="c"))
