@@ -131,12 +131,14 @@ async def serve(n_sessions: int, n_tokens: int) -> None:
     from relax_trio.config.tree import ServerConfig
     from relax_trio.data.task import TaskInput
     from relax_trio.ids import GroupId, place_id
+    from relax_trio.loop.start import tune_interpreter
     from relax_trio.runtime.directory import SessionTable
     from relax_trio.runtime.session import Session
     from relax_trio.runtime.shared import Shared, TurnLimits
     from relax_trio.sync.cpu import ThreadCpuPool
 
     codec = make_codec()
+    tune_interpreter()
     text = english()
     answer = array("i", [*codec.encode_text(text[5000:])[:REPLY_TOKENS], codec.stop_token_ids[0]])
     sessions = SessionTable(lambda: False)
