@@ -22,8 +22,8 @@ thread delays every socket by as much."""
 
 GC_THRESHOLDS = (10_000, 20, 20)
 """When Python looks for garbage in cycles. A request with a long history makes thousands of objects that die with it;
-by the defaults they live to be counted as old, and the whole heap is searched every few hundred requests: 50 to 200 ms
-in which nothing is served."""
+by the defaults they count as old by then, and every few hundred requests the whole heap is searched: 50 to 200 ms in
+which nothing is served."""
 
 
 def tune_interpreter() -> None:
