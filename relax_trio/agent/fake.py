@@ -196,10 +196,12 @@ class _FakeHandle:
                 await fn(self.agent)
         except AgentExit as exc:
             code = exc.code
-        except ExceptionGroup as group:  # of a nursery in the agent function
-            exits, bugs = group.split(AgentExit)
-            if exits is None or bugs is not None:
+        except BaseExceptionGroup as group:  # of a nursery in the agent function
+            exits, rest = group.split(AgentExit)
+            if exits is None:
                 raise
+            if rest is not None:
+                raise rest from None  # a bug, or the end of the block in the same moment
             code = _first_exit(exits).code
         if self._life.cancelled_caught and self._killed_with is not None:
             code = self._killed_with
@@ -267,9 +269,9 @@ class _Held:
                 self._error = None  # no cycle through the traceback
 
 
-def _first_exit(group: ExceptionGroup[AgentExit]) -> AgentExit:
+def _first_exit(group: BaseExceptionGroup[AgentExit]) -> AgentExit:
     first = group.exceptions[0]
-    return _first_exit(first) if isinstance(first, ExceptionGroup) else first
+    return _first_exit(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _through_json(value: JsonObject) -> JsonObject:

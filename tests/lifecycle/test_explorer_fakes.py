@@ -178,6 +178,24 @@ async def test_an_exit_in_a_nursery_of_the_agent_is_an_exit_unless_there_is_a_bu
     assert bugs == bug
 
 
+async def test_an_exit_in_a_nursery_at_the_moment_of_the_agents_end_is_no_bug(autojump_clock):
+    """The group then holds an exit and a cancellation: what the explorer found in `parallel_requests`."""
+
+    async def agent(agent):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            await trio.sleep(1)
+            bench.work.residents.all[0].drop("at the same moment")
+            raise AgentExit(3)
+
+    bench = Bench()
+    async with bench.engine(agent), bench.open_work(SMALL) as work, trio.open_nursery() as nursery:
+        nursery.start_soon(work.run_step, 0)
+        await trio.sleep(1.5)
+        nursery.cancel_scope.cancel()
+    assert bench.launcher.ended[0].at_s == 1.0
+
+
 async def test_the_next_launch_fails_before_those_that_were_planned(autojump_clock, events):
     bench = Bench()
     async with bench.engine(ask, launch_errors=[None, "planned"]), bench.open_work(SMALL) as work:
