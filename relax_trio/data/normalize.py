@@ -48,6 +48,7 @@ _RESERVED_KWARGS: Final = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "sanitize_control_tokens",
         "tokenize",
         "tokenizer_kwargs",
         "tools",

@@ -24,7 +24,7 @@ from relax_trio.data.sample import VersionSpan
 from relax_trio.errors import EngineFault, InvalidRequest
 from relax_trio.events import emit
 from relax_trio.forest.hashing import chain, message_hash, next_state, root_state
-from relax_trio.forest.matching import Position, StateIndex, UnechoedReasoning
+from relax_trio.forest.matching import Position, Recognized, StateIndex, UnechoedReasoning
 from relax_trio.forest.node import Node, Tree
 from relax_trio.ids import NodeId, StateHash
 
@@ -117,7 +117,9 @@ class SessionForest:
     def match(
         self, messages: Sequence[Message], tools: Sequence[JsonObject], chat_template_kwargs: JsonObject
     ) -> Match:
-        """Find the longest committed prefix of a request. Costs one hash per message; adds no node.
+        """Find the longest committed prefix of a request; adds no node.
+
+        Costs a comparison for each message of a beginning that an earlier request had, a hash for each one behind.
 
         Marks the responses the request builds on as delivered: the client could not know them otherwise.
 
@@ -132,7 +134,10 @@ class SessionForest:
                 param=f"messages[{len(messages) - 1}]" if messages else "messages",
             )
         tree = self._tree(tools, chat_template_kwargs)
-        at, digests, states = self._longest(tree, messages)
+        at, request = self._longest(tree, messages)
+        self._count_restored(at.restored)
+        if at.mark is not None:
+            self._index.keep(request, at.mark)
         _deliver(at.response)
         if at.n_matched == len(messages):
             return Match(
@@ -143,9 +148,10 @@ class SessionForest:
                 tree=tree,
                 n_restored=at.n_restored,
             )
-        new_states = states[at.n_answered :]
+        n_read = at.n_answered - request.reading.n_answered
+        new_states = request.states[n_read:]
         if at.n_restored:
-            new_states = chain(at.response.state, digests[at.n_answered :])
+            new_states = chain(at.response.state, request.digests[n_read:])
         return Match(
             parent=at.response,
             observation=None,
@@ -217,7 +223,7 @@ class SessionForest:
     def find(
         self, messages: Sequence[Message], tools: Sequence[JsonObject], chat_template_kwargs: JsonObject
     ) -> Position:
-        """The longest committed prefix, by the rule `match` uses; nothing becomes delivered by it."""
+        """The longest committed prefix, by the rule `match` uses; nothing is marked or counted."""
         return self._longest(self._tree(tools, chat_template_kwargs), messages)[0]
 
     def lineage(self, node: Node) -> tuple[Node, ...]:
@@ -266,13 +272,10 @@ class SessionForest:
         known = self._trees.get(state)
         return known or Tree(state=state, tools=tuple(tools), chat_template_kwargs=chat_template_kwargs)
 
-    def _longest(self, tree: Tree, messages: Sequence[Message]) -> tuple[Position, list[bytes], list[StateHash]]:
-        """Where `messages` stand, the hash of each, and their chain from the state of `tree`."""
-        digests = [message_hash(message) for message in messages]
-        states = chain(tree.state, digests)
-        at = self._index.longest(self._root, messages, digests, states, self._unechoed)
-        self._count_restored(at.restored)
-        return at, digests, states
+    def _longest(self, tree: Tree, messages: Sequence[Message]) -> tuple[Position, Recognized]:
+        """Where `messages` stand, and what had to be read of them."""
+        request = self._index.recognize(self._root, tree.state, messages)
+        return self._index.longest(request, self._unechoed), request
 
     def _observation(self, match: Match, observation_ids: array[int]) -> Node:
         if match.observation is not None:
@@ -298,7 +301,7 @@ class SessionForest:
                 delivered=True,
             )
         )
-        self._index.add_observation(node, match.new_states)
+        self._index.add_observation(node, match.parent, match.new_states)
         return node
 
     def _add(self, node: Node) -> Node:

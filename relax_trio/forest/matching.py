@@ -2,28 +2,45 @@
 
 States are chained, so the chain of a request names every prefix of it, and the longest committed one is the last known
 name. A client that leaves reasoning out writes other names than were committed; then the messages are read from the
-beginning, once as written and once for each committed response that a message may stand for.
+beginning, once as written and once for each committed response that a message may stand for. Either begins behind what
+an earlier request had in common with this one.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from attrs import define, field, frozen
 
 from relax_trio.data.messages import Message
-from relax_trio.forest.hashing import next_state, visible_hash
+from relax_trio.forest.bookmarks import Bookmark, Bookmarks, Reading, Restored
+from relax_trio.forest.hashing import chain, message_hash, next_state, visible_hash
 from relax_trio.forest.node import Node
 from relax_trio.ids import StateHash
 
-_N_BOOKMARKS: Final = 8
-"""As many conversations may go on side by side without reading each other's history again."""
-
 UnechoedReasoning: TypeAlias = Literal["restore", "fork"]
 
-_Restored: TypeAlias = "tuple[Node, _Restored] | None"
+
+@frozen(kw_only=True)
+class Recognized:
+    """A request, and what of it needs no reading because an earlier one began so.
+
+    Attributes:
+      tree: state before the first message.
+      mark: bookmark at the end of the common beginning, None where there is none.
+      reading: how the beginning is read; the technical root where there is none.
+      messages: the M messages behind it.
+      digests: hash of each of them.
+      states: their chain as written, M + 1: the state at the end of the beginning, then after each.
+    """
+
+    tree: StateHash
+    mark: Bookmark | None
+    reading: Reading
+    messages: Sequence[Message]
+    digests: Sequence[bytes]
+    states: Sequence[StateHash]
 
 
 @frozen(kw_only=True)
@@ -37,6 +54,7 @@ class Position:
       n_answered: messages up to and with `response`.
       n_restored: responses on the reading that were recognized without their reasoning.
       restored: those of them that no earlier request with the same beginning has shown.
+      mark: bookmark behind what can be read in one way, None where it would be where the reading began.
     """
 
     node: Node
@@ -45,53 +63,7 @@ class Position:
     n_answered: int
     n_restored: int = 0
     restored: tuple[Node, ...] = ()
-
-
-@define
-class _Reading:
-    """One way to read the messages so far: the state it leads to, and the rest as in `Position`.
-
-    `restored` is a chain from the last to the first: readings share what they have in common.
-    """
-
-    state: StateHash
-    node: Node
-    n_matched: int
-    response: Node
-    n_answered: int
-    n_restored: int = 0
-    restored: _Restored = None
-
-    def written(self, response: Node, n_messages: int) -> _Reading:
-        """This reading, continued by a message that is `response` as it stands."""
-        return _Reading(response.state, response, n_messages, response, n_messages, self.n_restored, self.restored)
-
-    def silent(self, response: Node, n_messages: int) -> _Reading:
-        """This reading, continued by a message that is `response` without its reasoning."""
-        restored = (response, self.restored)
-        return _Reading(response.state, response, n_messages, response, n_messages, self.n_restored + 1, restored)
-
-    def observed(self, state: StateHash, node: Node | None, n_messages: int) -> _Reading:
-        """This reading, continued by a message that ends the observation `node`, or none."""
-        deepest, n_matched = (self.node, self.n_matched) if node is None else (node, n_messages)
-        return _Reading(state, deepest, n_matched, self.response, self.n_answered, self.n_restored, self.restored)
-
-
-@frozen
-class _Bookmark:
-    """A beginning that can be read in one way only, and ends with a response.
-
-    The next turn's request begins with it, and is read from there. It holds until something is committed in its midst.
-
-    Attributes:
-      tree: state before the first message.
-      written: state after the last one, as the client wrote them.
-      reading: how they are read.
-    """
-
-    tree: StateHash
-    written: StateHash
-    reading: _Reading
+    mark: Bookmark | None = None
 
 
 @define(eq=False)
@@ -101,116 +73,106 @@ class StateIndex:
     nodes: dict[StateHash, Node] = field(factory=dict)
     _interior: set[StateHash] = field(factory=set)
     _visible: dict[tuple[StateHash, bytes], list[Node]] = field(factory=dict)
-    _bookmarks: deque[_Bookmark] = field(factory=lambda: deque(maxlen=_N_BOOKMARKS))
+    _bookmarks: Bookmarks = field(factory=Bookmarks)
 
-    def add_observation(self, node: Node, states: Sequence[StateHash]) -> None:
-        """Register an observation; `states` are those after each of its messages, its own last."""
+    def add_observation(self, node: Node, parent: Node, states: Sequence[StateHash]) -> None:
+        """Register an observation committed below `parent`.
+
+        Args:
+          states: the one after each of its messages, its own last.
+        """
         self.nodes.setdefault(node.state, node)
         self._interior.update(states[:-1])
-        self._drop_bookmarks(node, node.n_messages - len(states) + 1)
+        self._bookmarks.drop_read_through(parent, node, len(states))
 
     def add_response(self, node: Node, observation: Node) -> None:
         """Register a response committed below `observation`."""
         self.nodes.setdefault(node.state, node)
-        self._drop_bookmarks(node, node.n_messages)
+        self._bookmarks.drop_read_through(observation, node, 1)
         if node.messages[0].reasoning_content is not None:
             self._visible.setdefault((observation.state, visible_hash(node.messages[0])), []).append(node)
 
-    def longest(
-        self,
-        root: Node,
-        messages: Sequence[Message],
-        digests: Sequence[bytes],
-        states: Sequence[StateHash],
-        unechoed: UnechoedReasoning,
-    ) -> Position:
-        """The longest committed prefix of `messages`.
+    def recognize(self, root: Node, tree: StateHash, messages: Sequence[Message]) -> Recognized:
+        """Compare `messages` with the beginnings read before, and hash what is behind the longest."""
+        mark = self._bookmarks.longest(tree, tuple(messages))
+        reading = Reading(tree, root, 0, root, 0) if mark is None else mark.reading
+        behind = messages[reading.n_answered :]
+        digests = [message_hash(message) for message in behind]
+        states = chain(tree if mark is None else mark.written, digests)
+        return Recognized(tree=tree, mark=mark, reading=reading, messages=behind, digests=digests, states=states)
+
+    def longest(self, request: Recognized, unechoed: UnechoedReasoning) -> Position:
+        """The longest committed prefix of a request.
 
         Of several readings that lead equally far, the first message in which they differ decides: as written before
-        restored, a response that the client has before one that it has not, a later one before an earlier one.
-
-        Args:
-          digests: hash of each message, N.
-          states: their chain, N + 1: the state before the first message, then after each.
+        restored, a response that the client has before one that it has not, a later one before an earlier one. Changes
+        nothing: what was learned for the next request is in `mark`.
         """
         if unechoed == "fork" or not self._visible:
-            return self._longest_written(root, states)
-        return self._longest_reading(root, messages, digests, states)
-
-    def _longest_written(self, root: Node, states: Sequence[StateHash]) -> Position:
-        node, n_matched = root, 0
-        for n_messages in range(len(states) - 1, 0, -1):
-            found = self.nodes.get(states[n_messages])
-            if found is None:
-                continue
-            if node is root:
-                node, n_matched = found, n_messages
-            if found.kind == "response":
-                return Position(node=node, n_matched=n_matched, response=found, n_answered=n_messages)
-        return Position(node=node, n_matched=n_matched, response=root, n_answered=0)
-
-    def _longest_reading(
-        self,
-        root: Node,
-        messages: Sequence[Message],
-        digests: Sequence[bytes],
-        states: Sequence[StateHash],
-    ) -> Position:
-        """Follow every reading while it may lead to a committed state.
-
-        No two of them lead to the same one, so there are never more readings than states committed at their depth.
-        """
-        start = best = self._bookmarked(states) or _Reading(states[0], root, 0, root, 0)
-        readings, bookmark = [start], None
-        for index in range(start.n_answered, len(messages)):
-            message, digest = messages[index], digests[index]
-            readings = [after for reading in readings for after in self._read(reading, message, digest, index, states)]
-            if not readings:
-                break
-            best = next((reading for reading in readings if reading.n_matched > index), best)
-            if len(readings) == 1 and best.n_answered > index:
-                bookmark = _Bookmark(states[0], states[index + 1], best)
-        if bookmark is not None:
-            self._bookmarks.append(bookmark)
+            best, mark = self._longest_written(request)
+        else:
+            best, mark = self._longest_reading(request)
         return Position(
             node=best.node,
             n_matched=best.n_matched,
             response=best.response,
             n_answered=best.n_answered,
             n_restored=best.n_restored,
-            restored=_in_order(best.restored, since=start.restored),
+            restored=_in_order(best.restored, since=request.reading.restored),
+            mark=mark,
         )
 
-    def _bookmarked(self, states: Sequence[StateHash]) -> _Reading | None:
-        """The reading of the longest beginning that has a bookmark."""
-        known = [
-            mark.reading
-            for mark in self._bookmarks
-            if mark.reading.n_answered < len(states) and states[mark.reading.n_answered] == mark.written
-        ]
-        return max(known, key=lambda reading: reading.n_answered, default=None)
+    def keep(self, request: Recognized, mark: Bookmark) -> None:
+        """Keep the bookmark of `request`; the next one is read from there."""
+        self._bookmarks.add(mark, behind=request.mark)
 
-    def _drop_bookmarks(self, node: Node, n_messages: int) -> None:
-        """States of the tree of `node` were added, the first of them that of `n_messages` messages."""
-        assert node.tree is not None, "only the technical root has no tree"
-        tree = node.tree.state
-        for mark in [m for m in self._bookmarks if m.tree == tree and m.reading.n_answered >= n_messages]:
-            self._bookmarks.remove(mark)
+    def _longest_written(self, request: Recognized) -> tuple[Reading, Bookmark | None]:
+        """Take each message as it is written: then the last known state of the chain is the answer."""
+        start, deepest = request.reading, None
+        for n_behind in range(len(request.messages), 0, -1):
+            found = self.nodes.get(request.states[n_behind])
+            if found is None:
+                continue
+            n_messages = start.n_answered + n_behind
+            deepest = deepest or (found, n_messages)
+            if found.kind == "response":
+                answered = start.written(found, n_messages)
+                mark = _mark(request, n_behind, answered, sole=True)
+                return answered.observed(found.state, *deepest), mark
+        return (start if deepest is None else start.observed(deepest[0].state, *deepest)), None
 
-    def _read(
-        self, reading: _Reading, message: Message, digest: bytes, index: int, states: Sequence[StateHash]
-    ) -> list[_Reading]:
+    def _longest_reading(self, request: Recognized) -> tuple[Reading, Bookmark | None]:
+        """Follow every reading while it may lead to a committed state.
+
+        No two of them lead to the same one, so there are never more readings than states committed at their depth.
+        """
+        best = request.reading
+        readings, mark, sole = [best], None, request.mark is None or request.mark.sole
+        for index in range(len(request.messages)):
+            readings = [after for reading in readings for after in self._read(reading, request, index)]
+            if not readings:
+                break
+            n_messages = request.reading.n_answered + index + 1
+            best = next((reading for reading in readings if reading.n_matched == n_messages), best)
+            sole = sole and len(readings) == 1
+            if len(readings) == 1 and best.n_answered == n_messages:
+                mark = _mark(request, index + 1, best, sole=sole)
+        return best, mark
+
+    def _read(self, reading: Reading, request: Recognized, index: int) -> list[Reading]:
         """The ways to read one more message, the preferred first."""
         after = []
-        is_written = reading.state == states[index]
-        state = states[index + 1] if is_written else next_state(reading.state, digest)
+        message, digest = request.messages[index], request.digests[index]
+        n_messages = request.reading.n_answered + index + 1
+        is_written = reading.state == request.states[index]
+        state = request.states[index + 1] if is_written else next_state(reading.state, digest)
         node = self.nodes.get(state)
         if node is not None and node.kind == "response":
-            after.append(reading.written(node, index + 1))
+            after.append(reading.written(node, n_messages))
         elif node is not None or state in self._interior:
-            after.append(reading.observed(state, node, index + 1))
+            after.append(reading.observed(state, node, n_messages))
         if message.role == "assistant" and message.reasoning_content is None:
-            after += [reading.silent(response, index + 1) for response in self._silenced(reading.state, digest)]
+            after += [reading.silent(response, n_messages) for response in self._silenced(reading.state, digest)]
         return after
 
     def _silenced(self, state: StateHash, digest: bytes) -> list[Node]:
@@ -219,7 +181,12 @@ class StateIndex:
         return sorted(found, key=lambda node: (not node.delivered, -node.id)) if len(found) > 1 else found
 
 
-def _in_order(restored: _Restored, *, since: _Restored) -> tuple[Node, ...]:
+def _mark(request: Recognized, n_behind: int, reading: Reading, *, sole: bool) -> Bookmark:
+    """A bookmark behind the first `n_behind` of the messages that were read."""
+    return Bookmark(tree=request.tree, written=request.states[n_behind], reading=reading, sole=sole)
+
+
+def _in_order(restored: Restored, *, since: Restored) -> tuple[Node, ...]:
     found: list[Node] = []
     while restored is not None and restored is not since:
         node, restored = restored

@@ -129,7 +129,8 @@ class ChatTemplate:
                 **kwargs,
             )
         except _TEMPLATE_ERRORS as exc:
-            raise InvalidRequest(f"the chat template refuses this conversation: {exc}", param="messages") from exc
+            line = f" (line {exc.lineno} of the template)" if isinstance(exc, jinja2.TemplateSyntaxError) else ""
+            raise InvalidRequest(f"the chat template refuses this conversation: {exc}{line}", param="messages") from exc
         return str(text)
 
     def _with_date(self, source: str) -> str:

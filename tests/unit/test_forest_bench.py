@@ -73,12 +73,12 @@ def test_the_exit_status_says_whether_a_bound_was_missed(bench, monkeypatch, cap
 
 def test_bounds_are_missed_on_their_own_side(bench):
     good = {"ratio": 100.0, "known_ms": 2.0, "known_unechoed_ms": 2.0}
-    turns = {"echoed": [{"beyond_us": 10.0}, {"beyond_us": 20.0}]}
+    growths = {"echoed": {"turns": 400, "growth": 2.0}}
     memory = {"bytes_per_token": 20.0, "exported_bytes_per_token": 20.0}
-    assert all(check["ok"] for check in bench.bounds(good, turns, memory))
+    assert all(check["ok"] for check in bench.bounds(good, growths, memory))
     worse = bench.bounds(
         {"ratio": 99.0, "known_ms": 2.1, "known_unechoed_ms": 2.1},
-        {"echoed": [{"beyond_us": 10.0}, {"beyond_us": 21.0}]},
+        {"echoed": {"turns": 400, "growth": 2.1}},
         {"bytes_per_token": 21.0, "exported_bytes_per_token": 21.0},
     )
     assert not any(check["ok"] for check in worse)

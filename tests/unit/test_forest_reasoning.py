@@ -7,6 +7,7 @@ from builders_forest import commit, turn
 from builders_tokens import LOOK, assistant, look_call, result, user
 
 from relax_trio.forest.forest import SessionForest
+from relax_trio.forest.hashing import root_state
 from relax_trio.forest.matching import StateIndex
 
 THOUGHT = assistant("r", reasoning="hm")
@@ -104,6 +105,33 @@ def test_what_is_committed_in_the_midst_of_a_known_history_is_read():
     assert forest.match(sent, (), {}).parent is restored
     written = commit(forest, slow, assistant("s"))
     assert forest.match(sent, (), {}).parent is written
+
+
+def test_a_bookmark_outlives_what_other_conversations_commit():
+    forest = SessionForest()
+    history = [user("a")]
+    for step in range(4):
+        turn(forest, history, assistant(f"r{step}", reasoning="hm"))
+        history += [assistant(f"r{step}"), user(f"u{step}")]
+    forest.match(history, (), {})
+    turn(forest, [user("b")], assistant("s", reasoning="hm"))
+    turn(forest, [user("b"), assistant("s"), user("b2")], assistant("s2", reasoning="hm"))
+    recognized = forest._index.recognize(forest.root, root_state((), {}), history)
+    assert list(recognized.messages) == [user("u3")]
+
+
+@pytest.mark.parametrize("first", ["r", THOUGHT], ids=["written", "thought"])
+@pytest.mark.parametrize("second", ["r", THOUGHT], ids=["written", "thought"])
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_second_way_to_read_a_beginning_is_found_whenever_it_comes(first, second, read_first):
+    forest = SessionForest()
+    sent = [user("a"), assistant("r"), user("b")]
+    node = turn(forest, [user("a")], first)
+    if read_first:
+        assert forest.match(sent, (), {}).parent is node
+    later = turn(forest, [user("a")], second)
+    wanted = node if first == "r" else later
+    assert forest.match(sent, (), {}).parent is wanted
 
 
 def test_many_conversations_go_on_side_by_side():

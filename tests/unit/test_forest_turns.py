@@ -12,6 +12,7 @@ from builders_tokens import LOOK, assistant, look_call, result, system, user
 
 from relax_trio.data.messages import ImagePart, Message, TextPart, ToolCall
 from relax_trio.errors import EngineFault, InvalidRequest
+from relax_trio.forest import matching
 from relax_trio.forest.forest import SessionForest
 from relax_trio.forest.hashing import chain, message_hash, root_state, visible_hash
 from relax_trio.forest.view import forest_json
@@ -305,6 +306,32 @@ def test_the_chain_depends_on_order_and_root():
     assert (
         len({root_state((), {}), root_state((LOOK,), {}), root_state((), {"x": 1}), root_state((LOOK, LOOK), {})}) == 4
     )
+
+
+def test_a_history_that_was_read_before_is_compared_and_only_what_is_new_is_hashed(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(matching, "message_hash", lambda message: hashed.append(message) or message_hash(message))
+    forest = SessionForest()
+    lines = [[f"start {number}"] for number in range(8)]
+    for step in range(6):
+        for said in lines:
+            messages = [user(text) if i % 2 == 0 else assistant(text) for i, text in enumerate(said)]  # new objects
+            hashed.clear()
+            match = forest.match(messages, (), {})
+            assert hashed == messages[-3:]  # behind the answer that the last request ended with
+            commit(forest, match, assistant(f"{said[0]} {step}"))
+            said += [f"{said[0]} {step}", f"on {step}"]
+
+
+def test_asking_where_a_request_stands_changes_nothing():
+    forest = SessionForest()
+    turn(forest, [user("a")], assistant("r", reasoning="hm"), delivered=False)
+    before = json.dumps(forest_json(forest))
+    sent = [user("a"), assistant("r"), user("b")]
+    assert forest.find(sent, (), {}).n_restored == 1
+    assert (json.dumps(forest_json(forest)), forest.n_restored) == (before, 0)
+    assert forest.match(sent, (), {}).n_restored == 1
+    assert forest.n_restored == 1
 
 
 # --- view ------------------------------------------------------------------------------------------------------

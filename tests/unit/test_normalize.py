@@ -233,7 +233,7 @@ def test_a_malformed_tool_is_refused_under_its_path(tool, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("key", ["add_generation_prompt", "tokenize", "tools", "messages", "chat_template"])
+@pytest.mark.parametrize("key", ["add_generation_prompt", "tokenize", "tools", "messages", "sanitize_control_tokens"])
 def test_template_arguments_of_the_server_are_refused(key):
     with pytest.raises(InvalidRequest) as caught:
         normalize_template_kwargs({"enable_thinking": False, key: True})

@@ -39,6 +39,13 @@ def test_a_checkpoint_is_described_with_the_first_differing_bytes(tmp_path, caps
     assert r"template  'ion one<|im_end|>\n<|im_start|>assistant\nanswer one<|im_end|>" in out
 
 
+def test_a_template_that_does_not_parse_is_refused_with_its_line(tmp_path, capsys):
+    path = tmp_path / "bad.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.role }\n{% endfor %}")
+    assert main(["template", str(path)]) == 64
+    assert "unexpected '}' (line 2 of the template)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
