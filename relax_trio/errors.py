@@ -6,7 +6,7 @@ values hold. `EngineFault` alone means a bug: an invariant of ours is broken, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -100,6 +100,10 @@ class MethodNotAllowed(ProtocolError):
     status = 405
     kind = "invalid_request_error"
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: Iterable[str]) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
 
 
 class SessionDiscarded(ProtocolError):

@@ -10,6 +10,7 @@ import trio
 from attrs import define, field
 
 from relax_trio.api.app import make_app
+from relax_trio.api.history import HistoryMemo
 from relax_trio.api.serve import ApiServer
 from relax_trio.api.sessions import Statistics
 from relax_trio.config.tree import ServerConfig
@@ -87,6 +88,7 @@ class FakeSession:
     broken: Exception | None = None
     calls: list[FakeCall] = field(factory=list)
     counted: list[CanonicalRequest] = field(factory=list)
+    histories: HistoryMemo = field(factory=HistoryMemo)
 
     def submit(self, request):
         if self.broken is not None:

@@ -21,8 +21,10 @@ from transformers import (
 from relax_trio.config.tree import TrainConfig
 from relax_trio.data.sample import Sample
 from relax_trio.ids import GroupId, PlaceId
+from relax_trio.train.phase import run_phase
 from relax_trio.train.policy import Distribution, Policy
 from relax_trio.train.settings import TrainerSettings
+from relax_trio.train.update import Updater
 
 VOCAB = 64
 SIZES = {
@@ -124,13 +126,15 @@ def off_policy(samples, seed=1):
     ]
 
 
-def settings(*, distribution=None, deterministic=False, n_total=None, **train):
+def settings(*, distribution=None, deterministic=False, n_total=None, estimator="grpo", token_budget=1024, **train):
     return TrainerSettings(
         train=TrainConfig(**{"lr": 1e-3, **train}),
         distribution=distribution or Distribution(),
         deterministic=deterministic,
         n_total=n_total,
         device=CPU,
+        estimator=estimator,
+        token_budget=token_budget,
     )
 
 
@@ -156,3 +160,15 @@ def cancel_at_score(n, monkeypatch, scope):
 
     monkeypatch.setattr(Policy, "score", scoring)
     return seen
+
+
+def flat_gradient(policy, samples, **train):
+    """Flat gradient of one optimizer step, as AdamW gets it, and the metrics; the model stays as it is."""
+    updater = Updater(policy, settings(**{"lr": 0.0, "clip_grad": 0.0, **train}))
+    seen = []
+    updater._optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.requires_grad]))
+    )
+    metrics = run_phase(updater, samples, lambda: None).metrics
+    (gradient,) = seen
+    return gradient, metrics

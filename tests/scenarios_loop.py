@@ -29,7 +29,7 @@ async def training(bench: Bench, config: Config, *, n_steps, backend=None, train
         run_dir, loop = Path(name), None
         async with bench.engine(ask, backend=backend) as shared:
             try:
-                async with bench.open_work(config.rollout, n_steps=n_steps) as work:
+                async with bench.open_work(config.rollout, reward=config.reward, n_steps=n_steps) as work:
                     kind = OverlapLoop if config.rollout.fully_async else TrainLoop
                     loop = kind(
                         config=config,
@@ -51,8 +51,8 @@ async def training(bench: Bench, config: Config, *, n_steps, backend=None, train
                     await loop.save_after_failure()
                 raise
             finally:
-                if loop is not None:
-                    check_evidence(loop, run_dir)
+                if loop is not None and config.reward.dynamic_sampling_filter_path is None:
+                    check_evidence(loop, run_dir)  # which counts no filtered rows
 
 
 def check_evidence(loop: TrainLoop, run_dir: Path) -> None:

@@ -4,7 +4,8 @@ A server process holds the Sessions, each with the same long conversation record
 plain ASGI echo on the same server stack: the floor. This process offers requests open-loop (arrivals are drawn in
 advance, and a latency counts from the drawn moment to the last byte), by turns to the echo and to the API, with one
 connection for each Session and bodies of equal size. Every request carries the whole history, what was answered since,
-and a new message. Exits with 1 if the added time misses a bound or a request fails.
+and a new message; each Session has made one before anything is measured. Exits with 1 if the added time misses a bound
+or a request fails.
 
     python tools/bench_api.py [--json] [--rate 50] [--sessions 256] [--tokens 32768] [--seconds 10] [--rounds 3]
 """
@@ -35,9 +36,6 @@ OBSERVATION_TOKENS, RESPONSE_TOKENS = 400, 112
 
 VOCABULARY = 8192
 REPLY_TOKENS = 100
-WARM_UP = 64
-"""Requests of each kind before anything is measured."""
-
 TOOLS = [
     {
         "type": "function",
@@ -356,7 +354,7 @@ async def measure(args: argparse.Namespace, said: dict) -> dict[str, Kind]:
         load = Load(head, agents, said["ports"], said["pid"], random.Random(args.seed))
         api, floor = Kind(), Kind()
         for which in (1, 0):
-            await load.phase(which, WARM_UP, args.rate, None)
+            await load.phase(which, args.sessions, args.rate, None)  # a Session has had turns before the one measured
         for _ in range(args.rounds):
             for which, kind in ((1, floor), (0, api)):
                 await load.phase(which, int(args.rate * args.seconds), args.rate, kind)

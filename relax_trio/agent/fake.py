@@ -119,6 +119,11 @@ class FakeAgentLauncher:
         self.n_opened = 0
         self._handles: dict[PlaceId, _FakeHandle] = {}
 
+    @property
+    def running(self) -> list[PlaceId]:
+        """Those of `live` whose agent has not exited."""
+        return [place for place in self.live if self._handles[place].exit_code is None]
+
     def fail_next(self, error: str) -> None:
         """Let the next launch fail with `error` as AgentLaunchError, before those that were planned."""
         self._launch_errors.insert(0, error)

@@ -27,6 +27,7 @@ from relax_trio.api.fields import (
     stop_strings,
     thinking_kwargs,
 )
+from relax_trio.api.history import History
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.normalize import function_tool, nonempty_text, normalize_template_kwargs
 from relax_trio.data.request import CanonicalRequest, Completion
@@ -39,8 +40,17 @@ _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 class MessagesDialect:
     """`Dialect` of `/v1/messages`."""
 
+    history_key = None
+
     def parse(
-        self, body: JsonValue, *, digest: bytes, retry: bool, template_variables: Container[str] = frozenset()
+        self,
+        body: JsonValue,
+        *,
+        digest: bytes,
+        retry: bool,
+        template_variables: Container[str] = frozenset(),
+        known: History | None = None,
+        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)

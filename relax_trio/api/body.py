@@ -1,7 +1,6 @@
 """The request body: read up to a limit, parsed as strict JSON; what is refused is still read to its end.
 
-Quart's own limit is off: it fails the handler at once, the connection is then closed over unread bytes, and the kernel
-resets it before the client has read why it was refused.
+A connection that is closed over unread bytes is reset by the kernel, before the client has read why it was refused.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ async def read_body(chunks: AsyncIterable[bytes], *, content_length: int | None,
     """
     if content_length is not None and content_length > max_bytes:
         raise _too_large(max_bytes)
-    body = bytearray()
+    parts, n_bytes = [], 0
     async for chunk in chunks:
-        body += chunk
-        if len(body) > max_bytes:
+        parts.append(chunk)
+        n_bytes += len(chunk)
+        if n_bytes > max_bytes:
             raise _too_large(max_bytes)
-    return bytes(body)
+    return b"".join(parts)
 
 
 async def drain_body(chunks: AsyncIterable[bytes]) -> None:
@@ -57,9 +57,18 @@ def parse_body(body: bytes) -> JsonValue:
         value = parse_json(text)
     except ValueError as exc:
         raise InvalidRequest(f"the request body is not valid JSON: {exc}") from exc
+    check_depth(value)
+    return value
+
+
+def check_depth(value: JsonValue) -> None:
+    """Refuse a body that is nested too deeply.
+
+    Raises:
+      InvalidRequest: it is.
+    """
     if _is_deeper(value, MAX_DEPTH):
         raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
-    return value
 
 
 def _is_deeper(value: JsonValue, max_depth: int) -> bool:

@@ -22,6 +22,7 @@ from relax_trio.api.fields import (
     refuse_many_choices,
     stop_strings,
 )
+from relax_trio.api.history import History
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.messages import ImagePart, Message
 from relax_trio.data.normalize import clean_text, normalize_messages, normalize_template_kwargs, normalize_tools
@@ -35,19 +36,31 @@ _TOOL_CHOICES: Final = {"auto": "auto", "none": "none", "required": "required", 
 class ChatDialect:
     """`Dialect` of `/v1/chat/completions`."""
 
+    history_key = "messages"
+
     def parse(
-        self, body: JsonValue, *, digest: bytes, retry: bool, template_variables: Container[str] = frozenset()
+        self,
+        body: JsonValue,
+        *,
+        digest: bytes,
+        retry: bool,
+        template_variables: Container[str] = frozenset(),
+        known: History | None = None,
+        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)
         refuse_many_choices(fields)
         skipped: list[str] = []
-        messages = normalize_messages(fields.get("messages"), param="messages", skipped=skipped)
-        _refuse_images(messages, fields)
+        before, n_before = ((), 0) if known is None else (known.messages, known.n_items)
+        messages = normalize_messages(
+            fields.get("messages"), param="messages", skipped=skipped, before=before, n_before=n_before
+        )
+        _refuse_images(messages[max(0, len(before) - 1) :], fields, n_before)
         newer, older = (optional_int(fields, name, low=1) for name in ("max_completion_tokens", "max_tokens"))
         request = CanonicalRequest(
             messages=messages,
-            tools=normalize_tools(fields.get("tools"), param="tools", skipped=skipped),
+            tools=normalize_tools(fields.get("tools"), param="tools", skipped=skipped) if tools is None else tools,
             chat_template_kwargs=normalize_template_kwargs(
                 fields.get("chat_template_kwargs"), param="chat_template_kwargs"
             ),
@@ -96,15 +109,15 @@ CHAT: Final = ChatDialect()
 # --- request ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_images(messages: tuple[Message, ...], fields: JsonObject) -> None:
+def _refuse_images(messages: tuple[Message, ...], fields: JsonObject, n_before: int) -> None:
     if not any(isinstance(part, ImagePart) for m in messages if isinstance(m.content, tuple) for part in m.content):
         return
-    raise image_refused(_image_path(fields.get("messages")))
+    raise image_refused(_image_path(fields.get("messages"), n_before))
 
 
-def _image_path(raw: JsonValue) -> str:
+def _image_path(raw: JsonValue, n_before: int) -> str:
     """Where the first image stands in the list as sent; leading system messages may have been merged since."""
-    for index, message in enumerate(raw if isinstance(raw, list) else []):
+    for index, message in enumerate(raw if isinstance(raw, list) else [], n_before):
         content = message.get("content") if isinstance(message, dict) else None
         for at, part in enumerate(content if isinstance(content, list) else []):
             if isinstance(part, dict) and part.get("type") == "image_url":

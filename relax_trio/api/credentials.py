@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import hmac
-
-from werkzeug.datastructures import Headers
+from typing import Protocol
 
 from relax_trio.api.sessions import SessionDirectory, SessionPort
 from relax_trio.errors import AuthenticationError, EngineUnavailable, SessionDiscarded
+
+
+class Headers(Protocol):
+    """Request headers, asked for by lower-case name."""
+
+    def get(self, key: str, default: str, /) -> str:
+        """The header's text, or `default`."""
+        ...
 
 
 def bearer(headers: Headers) -> str | None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from attrs import field, frozen
 
+from relax_trio.api.history import History
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.request import CanonicalRequest, Completion
 from relax_trio.errors import ProtocolError
@@ -35,8 +36,20 @@ class ParsedRequest:
 class Dialect(Protocol):
     """One model API on the wire."""
 
+    @property
+    def history_key(self) -> str | None:
+        """The field whose list of messages is remembered from one request to the next; None where none is."""
+        ...
+
     def parse(
-        self, body: JsonValue, *, digest: bytes, retry: bool, template_variables: Container[str] = frozenset()
+        self,
+        body: JsonValue,
+        *,
+        digest: bytes,
+        retry: bool,
+        template_variables: Container[str] = frozenset(),
+        known: History | None = None,
+        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """Read a request body.
 
@@ -46,6 +59,8 @@ class Dialect(Protocol):
           retry: the client marked this request as a retry.
           template_variables: names that the checkpoint's chat template reads: what a request says of reasoning becomes
             a template argument only where there is one.
+          known: what stands before the messages in `body`; never given where `history_key` is None.
+          tools: what the tools in `body` are read as, where that is known.
 
         Raises:
           InvalidRequest: with `param` naming the field.

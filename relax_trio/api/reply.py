@@ -7,7 +7,8 @@ before the server has even ended the response, and the handler is then cancelled
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast
 
 import trio
@@ -38,12 +39,18 @@ class Reply:
         """This reply will be the call's."""
         self._call = call
 
-    async def last_part(self, body: bytes) -> AsyncIterator[bytes]:
+    async def last_part(self, body: bytes) -> AsyncGenerator[bytes]:
         """Yield the last bytes of a response, or all of them, and see what becomes of them."""
+        with self.last_bytes():
+            # The framework resumes a body as soon as the server has written its part, without a checkpoint in between.
+            yield body
+
+    @contextmanager
+    def last_bytes(self) -> Iterator[None]:
+        """A block that writes the last bytes of a response, or all of them; sees what becomes of them."""
         if self._transport is not None and self._transport.is_gone:
             self.lost()
-        yield body
-        # The framework resumes a body as soon as the server has written its part, without a checkpoint in between.
+        yield
         if self._transport is not None and self._transport.has_failed:
             self.lost()
         elif self._end == "open":

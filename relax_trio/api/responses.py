@@ -26,6 +26,7 @@ from relax_trio.api.fields import (
     stop_strings,
     thinking_kwargs,
 )
+from relax_trio.api.history import History
 from relax_trio.api.responses_events import failure_events, reply_events
 from relax_trio.api.responses_input import InputReader
 from relax_trio.api.responses_output import output_items
@@ -60,29 +61,38 @@ _ECHOED: Final[dict[str, tuple[type | UnionType, JsonValue]]] = {
 class ResponsesDialect:
     """`Dialect` of `/v1/responses`."""
 
+    history_key = None
+
     def parse(
-        self, body: JsonValue, *, digest: bytes, retry: bool, template_variables: Container[str] = frozenset()
+        self,
+        body: JsonValue,
+        *,
+        digest: bytes,
+        retry: bool,
+        template_variables: Container[str] = frozenset(),
+        known: History | None = None,
+        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)
         _refuse_what_is_stored(fields)
         refuse_many_choices(fields)
-        tools = read_tools(fields.get("tools"))
-        reader = InputReader(tools)
+        listed = read_tools(fields.get("tools"))
+        reader = InputReader(listed)
         messages = reader.read(fields.get("input"), optional_text(fields, "instructions"))
         request = CanonicalRequest(
             messages=messages,
-            tools=tuple(tools.functions),
+            tools=tuple(listed.functions),
             chat_template_kwargs=_template_kwargs(fields, template_variables),
             model=optional_text(fields, "model") or "model",
             max_tokens=optional_int(fields, "max_output_tokens", low=1),
             stop=stop_strings(fields, "stop"),
             seed=optional_int(fields, "seed", low=-SEED_LIMIT),
             logprobs=_wants_logprobs(fields),
-            tool_choice=_tool_choice(fields.get("tool_choice"), tools),
+            tool_choice=_tool_choice(fields.get("tool_choice"), listed),
             digest=digest,
             retry=retry,
-            skipped=tuple(dict.fromkeys([*tools.skipped, *reader.skipped])),
+            skipped=tuple(dict.fromkeys([*listed.skipped, *reader.skipped])),
         )
         return ParsedRequest(request=request, stream=optional_bool(fields, "stream"), echo=_echo(fields))
 

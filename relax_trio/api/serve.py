@@ -17,11 +17,10 @@ from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
-from quart_trio import QuartTrio
 
 from relax_trio.api.failures import tell_connection_failure
 from relax_trio.api.paths import BASE_PATH
-from relax_trio.api.reply import over
+from relax_trio.api.reply import AsgiApp, over
 from relax_trio.api.server_log import ServerLog
 from relax_trio.api.transport import Transport
 from relax_trio.config.tree import ServerConfig
@@ -53,7 +52,7 @@ class ApiServer:
       config: host and port; port 0 takes a free one.
     """
 
-    def __init__(self, app: QuartTrio, config: ServerConfig) -> None:
+    def __init__(self, app: AsgiApp, config: ServerConfig) -> None:
         self._app = app
         self._config = config
         self._stopping = trio.Event()

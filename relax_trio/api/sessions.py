@@ -11,6 +11,7 @@ from typing import Protocol
 
 from attrs import frozen
 
+from relax_trio.api.history import HistoryMemo
 from relax_trio.data.json import JsonObject
 from relax_trio.data.request import CanonicalRequest, Completion
 from relax_trio.ids import PlaceId
@@ -60,6 +61,11 @@ class SessionPort(Protocol):
     @property
     def place(self) -> PlaceId:
         """Public name, used in reply ids and events."""
+        ...
+
+    @property
+    def histories(self) -> HistoryMemo:
+        """What its requests began with."""
         ...
 
     def submit(self, request: CanonicalRequest) -> CallPort:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import trio
 
@@ -20,7 +20,7 @@ HEARTBEAT_S = 15.0
 
 async def sse_frames(
     dialect: Dialect, parsed: ParsedRequest, call: CallPort, place: PlaceId, reply: Reply
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """Frames of one reply. Waits inside a scope, yields outside of it.
 
     Cancellation: leaves at once; the call goes on (the reply's end tells it, see reply.py).

@@ -1,7 +1,7 @@
 """The `relax-trio` command: finds the subcommand, prints help, turns failures into messages and exit statuses.
 
-Owns no work. A subcommand `x` is the module `relax_trio.cli.x_cmd` with `run(argv) -> int`, imported when it is called;
-it must import quickly and leave torch to the inside of `run`. Flags of its own stand in a frozen attrs class `Own`
+Owns no work. A subcommand `x-y` is the module `relax_trio.cli.x_y_cmd` with `run(argv) -> int`, imported when it is
+called; it must import quickly and leave torch to the inside of `run`. Flags of its own stand in a frozen attrs class `Own`
 there, declared with `option()` and parsed by `parse_command(argv, Own)`.
 """
 
@@ -24,7 +24,9 @@ COMMANDS = MappingProxyType(
         "rollout": "Run rollout steps without training and write their samples.",
         "serve": "Open the model API without a run, for trying an agent by hand.",
         "template": "Say what a chat template (CHECKPOINT_OR_FILE) does with each kind of turn.",
+        "replay": "Compute a recorded step (RUN_DIR --rollout N) again, from rewards to loss, and name what differs.",
         "parse": "Show what the parsers make of a model's text: reasoning, content, calls.",
+        "engine-check": "Try out what an SGLang server (URL) can do of what this project needs.",
         "config": "Print the resolved configuration and where each value came from.",
     }
 )
@@ -83,7 +85,7 @@ def _dispatch(words: list[str]) -> int:
         if name.startswith("-"):
             raise ConfigError(f"name a command before {name}: {', '.join(COMMANDS)}")
         raise ConfigError(f"unknown command {name}{did_you_mean(name, COMMANDS) or '; see relax-trio --help'}")
-    module = importlib.import_module(f"relax_trio.cli.{name}_cmd")
+    module = importlib.import_module(f"relax_trio.cli.{name.replace('-', '_')}_cmd")
     if "--help" in rest or "-h" in rest:
         sys.stdout.write(_command_help(name, module))
         return 0

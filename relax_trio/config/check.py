@@ -12,6 +12,8 @@ import socket
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from relax_trio.config.check_algorithm import algorithm_problems, algorithm_warnings
+from relax_trio.config.check_backend import backend_problems, backend_warnings
 from relax_trio.config.check_command import command_problems
 from relax_trio.config.check_files import (
     checkpoint_problems,
@@ -26,6 +28,7 @@ from relax_trio.config.check_sizes import (
     train_size_problems,
     train_warnings,
 )
+from relax_trio.config.eval_spec import eval_specs
 from relax_trio.config.hook_path import import_hook
 from relax_trio.config.problems import raise_problems
 from relax_trio.config.tree import AgentConfig, Config, ServerConfig
@@ -60,6 +63,7 @@ def check_config(
     trains = command in ("train", "demo")
     problems = checkpoint_problems(config.backend.hf_checkpoint, weights=not scripted)
     problems += _port_problems(config.server)
+    problems += [] if scripted else backend_problems(config)
     problems += rollout_size_problems(config)
     problems += length_problems(config)
     problems += output_problems(config, trains=trains)
@@ -71,6 +75,7 @@ def check_config(
         problems += _eval_problems(config)
     if trains:
         problems += train_size_problems(config, origins)
+        problems += algorithm_problems(config, origins)
     if not config.rollout.use_agentic_rollout:
         problems.append("--no-use-agentic-rollout: agentic rollout is the only path; leave the flag out")
     raise_problems(problems)
@@ -95,10 +100,12 @@ def _hook_problems(config: Config) -> list[str]:
 
 def _eval_problems(config: Config) -> list[str]:
     problems = eval_problems(config)
-    data = config.eval.eval_prompt_data
-    if len(data) % 2 == 0:
-        for name, path in zip(data[::2], data[1::2], strict=True):
-            problems += dataset_problems(f"--eval-prompt-data {name}", path)
+    try:
+        specs = eval_specs(config)
+    except ConfigError:
+        return problems  # it is one of them
+    for spec in specs:
+        problems += dataset_problems(f"--eval-prompt-data {spec.name}", spec.path)
     return problems
 
 
@@ -125,7 +132,8 @@ def _port_problems(server: ServerConfig) -> list[str]:
 
 
 def _warnings(config: Config, *, trains: bool) -> list[str]:
-    warnings = train_warnings(config) if trains else []
+    warnings = train_warnings(config) + algorithm_warnings(config) if trains else []
+    warnings += backend_warnings(config)
     if config.rollout.custom_generate_function_path is not None:
         warnings.append("--custom-generate-function-path is ignored: the agent process generates")
     if config.eval.eval_prompt_data and config.eval.eval_interval is None:

@@ -27,29 +27,35 @@ def checkpoint_problems(checkpoint: str | None, *, weights: bool) -> list[str]:
         return ["--hf-checkpoint is missing: give a Hugging Face checkpoint directory, or demo for the built-in model"]
     if checkpoint == DEMO_CHECKPOINT:
         return []
-    path = Path(checkpoint)
+    path, told = Path(checkpoint), f"--hf-checkpoint {checkpoint}"
     if not path.exists():
-        return [f"--hf-checkpoint {checkpoint}: does not exist; nothing is downloaded, so give a local directory"]
+        return [f"{told}: does not exist; nothing is downloaded, so give a local directory"]
     if not path.is_dir():
-        return [f"--hf-checkpoint {checkpoint}: is not a directory"]
+        return [f"{told}: is not a directory"]
     if not weights:
         found = any((path / name).is_file() for name in _TOKENIZERS)
-        return [] if found else [f"--hf-checkpoint {checkpoint}: holds no tokenizer ({' or '.join(_TOKENIZERS)})"]
-    return _model_problems(path)
+        return [] if found else [f"{told}: holds no tokenizer ({' or '.join(_TOKENIZERS)})"]
+    return _model_problems(path, told)
 
 
-def _model_problems(path: Path) -> list[str]:
+def reference_problems(path: Path) -> list[str]:
+    """What is wrong with `--ref-load`."""
+    told = f"--ref-load {path}"
+    return _model_problems(path, told) if path.is_dir() else [f"{told}: is not a directory"]
+
+
+def _model_problems(path: Path, told: str) -> list[str]:
     config = path / "config.json"
     if not config.is_file():
-        return [f"--hf-checkpoint {path}: holds no config.json, so it is no Hugging Face checkpoint"]
+        return [f"{told}: holds no config.json, so it is no Hugging Face checkpoint"]
     try:
         content = json.loads(config.read_bytes())
     except (OSError, ValueError) as exc:
-        return [f"--hf-checkpoint {path}: config.json cannot be read: {exc}"]
+        return [f"{told}: config.json cannot be read: {exc}"]
     if not isinstance(content, dict):
-        return [f"--hf-checkpoint {path}: config.json must hold an object"]
+        return [f"{told}: config.json must hold an object"]
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
-        return [f"--hf-checkpoint {path}: holds no weights ({' or '.join(_WEIGHTS)})"]
+        return [f"{told}: holds no weights ({' or '.join(_WEIGHTS)})"]
     return []
 
 

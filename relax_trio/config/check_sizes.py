@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
+from relax_trio.config.eval_spec import eval_specs
 from relax_trio.config.parse import DEFAULT
 from relax_trio.config.tree import Config, RolloutConfig
+from relax_trio.errors import ConfigError
 
 
 def rollout_size_problems(config: Config) -> list[str]:
@@ -99,6 +102,22 @@ def train_size_problems(config: Config, origins: Mapping[str, str]) -> list[str]
         problems.append(
             f"--micro-batch-size {train.micro_batch_size} is above --global-batch-size {batch}: lower the first"
         )
+    if train.use_dynamic_batch_size and train.max_tokens_per_gpu is None:
+        problems.append("--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens a forward pass may hold")
+    if train.max_tokens_per_gpu is not None and not train.use_dynamic_batch_size:
+        problems.append("--max-tokens-per-gpu is given without --use-dynamic-batch-size")
+    if train.lora_rank is not None and importlib.util.find_spec("peft") is None:
+        problems.append("--lora-rank needs the package peft: install relax-trio[lora]")
+    for flag, wanted, package in (
+        ("--use-tensorboard", config.output.use_tensorboard, "tensorboard"),
+        ("--use-wandb", config.output.use_wandb, "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            problems.append(f"{flag} needs the package {package}: install relax-trio[{package}]")
+    if train.lora_rank is None and train.lora_alpha is not None:
+        problems.append("--lora-alpha is given without --lora-rank")
+    if train.attn_implementation == "flash_attention_2" and train.train_dtype != "bfloat16":
+        problems.append("--attn-implementation flash_attention_2 works in half precision: set --train-dtype bfloat16")
     for flag, beta in (("--adam-beta1", train.adam_beta1), ("--adam-beta2", train.adam_beta2)):
         if not 0 <= beta < 1:
             problems.append(f"{flag} {beta}: must be 0 or greater and below 1")
@@ -110,7 +129,8 @@ def train_size_problems(config: Config, origins: Mapping[str, str]) -> list[str]
 def train_warnings(config: Config) -> list[str]:
     """Sizes that can be run but teach nothing."""
     warnings = []
-    if config.rollout.n_samples_per_prompt == 1 and config.reward.advantage_estimator == "grpo":
+    credit_of_group = config.reward.advantage_estimator != "reinforce_plus_plus"
+    if config.rollout.n_samples_per_prompt == 1 and credit_of_group:
         warnings.append("--n-samples-per-prompt 1: a Group of one has no spread, so every advantage is 0")
     if config.rollout.rollout_temperature == 0:
         warnings.append("--rollout-temperature 0: the Sessions of a Group sample alike, so advantages vanish")
@@ -119,14 +139,13 @@ def train_warnings(config: Config) -> list[str]:
 
 def eval_problems(config: Config) -> list[str]:
     """What is wrong with the evaluation flags, the datasets' files apart."""
-    data = config.eval.eval_prompt_data
-    if len(data) % 2:
-        return [f"--eval-prompt-data takes pairs NAME PATH, but holds {len(data)} words: {' '.join(data)}"]
-    problems = []
-    names = data[::2]
-    problems += [
+    try:
+        names = [spec.name for spec in eval_specs(config)]
+    except ConfigError as exc:
+        return [str(exc)]
+    problems = [
         f"--eval-prompt-data: two datasets are named {name}" for name in sorted(set(names)) if names.count(name) > 1
     ]
-    if config.eval.eval_interval is not None and not data:
+    if config.eval.eval_interval is not None and not names:
         problems.append("--eval-interval is given without --eval-prompt-data NAME PATH")
     return problems

@@ -19,6 +19,7 @@ def option(
     metavar: str = "",
     choices: tuple[str, ...] = (),
     check: Callable[[Any], str | None] | None = None,
+    passes: str = "",
 ) -> Any:
     """Declare an option as an attrs field.
 
@@ -32,6 +33,8 @@ def option(
       metavar: placeholder in `--help`.
       choices: the allowed texts, if closed.
       check: given the value, returns what is wrong with it, or None.
+      passes: flags that begin so and are no options of ours are another program's: their words, without this prefix,
+        are added to this option.
 
     Returns:
       An `attrs.field` that carries all of it in its metadata under "option".
@@ -45,6 +48,7 @@ def option(
             "metavar": metavar,
             "choices": choices,
             "check": check,
+            "passes": passes,
         }
     }
     if factory is not None:
@@ -60,6 +64,11 @@ def positive(value: float | None) -> str | None:
 def not_negative(value: float | None) -> str | None:
     """Check for options that must be zero or greater (None passes)."""
     return None if value is None or value >= 0 else "must be 0 or greater"
+
+
+def above_one(value: float | None) -> str | None:
+    """Check for options that must be greater than one (None passes)."""
+    return None if value is None or value > 1 else "must be greater than 1"
 
 
 def grace(value: float) -> str | None:

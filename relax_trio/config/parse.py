@@ -140,9 +140,21 @@ class _CommandLine:
                 self._add(by_flag[name], inline, rest)
             elif word.startswith("--no-") and (spec := by_flag.get(name.removeprefix("no-"))) and spec.is_switch:
                 self._turn_off(spec, inline)
+            elif word.startswith("--") and (spec := self._passing(name)):
+                self._pass_on(spec, name, inline if inline is not None else self._values_of(rest, limit=None))
             else:
                 self._unknown(word, name, by_flag)
                 self._values_of(rest, limit=None)
+
+    def _passing(self, name: str) -> FlagSpec | None:
+        """The option that takes another program's flags, if `name` is one of those."""
+        return next((spec for spec in self.specs if spec.passes and name.startswith(spec.passes)), None)
+
+    def _pass_on(self, spec: FlagSpec, name: str, words: list[str]) -> None:
+        """Add a flag of another program, with its values, as it was written."""
+        earlier = self.values.get(spec.name, ())
+        assert isinstance(earlier, tuple), "an option that passes flags on has many words"
+        self.values[spec.name] = (*earlier, f"--{name.removeprefix(spec.passes)}", *words)
 
     def _add(self, spec: FlagSpec, inline: list[str] | None, rest: list[str]) -> None:
         if spec.is_switch:

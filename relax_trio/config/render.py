@@ -143,20 +143,23 @@ def _yaml_value(value: object) -> str:
 def _placeholder(spec: FlagSpec) -> str:
     if spec.is_switch:
         return ""
-    name = "{" + ",".join(spec.choices) + "}" if spec.choices else spec.metavar
+    choices = "{" + ",".join(spec.choices) + "}"
+    name = choices if spec.choices and len(choices) < WIDTH // 2 else spec.metavar
     return f" {name}" + ("" if spec.shape == "one" or "…" in name else " …")
 
 
 def _help_entry(spec: FlagSpec) -> str:
     notes = [note for note in (spec.unit and f"unit: {spec.unit}", _default_note(spec)) if note]
-    text = f"{spec.help} ({'; '.join(notes)})" if notes else spec.help
-    return _entry(f"--{'[no-]' if spec.is_switch else ''}{spec.flag}{_placeholder(spec)}", text)
+    name = _placeholder(spec)
+    told = spec.help if not spec.choices or "{" in name else f"{spec.help} One of {', '.join(spec.choices)}."
+    text = f"{told} ({'; '.join(notes)})" if notes else told
+    return _entry(f"--{'[no-]' if spec.is_switch else ''}{spec.flag}{name}", text)
 
 
 def _default_note(spec: FlagSpec) -> str:
     if spec.default is attrs.NOTHING:
         return "must be given"
-    if spec.is_switch:
+    if spec.is_switch and spec.default is not None:
         return "default: on" if spec.default else "default: off"
     text = _text(spec, spec.default)
     return f"default: {text}" if text else ""
@@ -172,7 +175,7 @@ def _reference_row(spec: FlagSpec) -> str:
     if spec.choices:
         meaning += f" One of {', '.join(f'`{choice}`' for choice in spec.choices)}."
     if spec.is_switch:
-        flag, default = f"`--{spec.flag}`", "on" if spec.default else "off"
+        flag, default = f"`--{spec.flag}`", "not set" if spec.default is None else "on" if spec.default else "off"
     else:
         flag = f"`--{spec.flag} {spec.metavar}{'' if spec.shape == 'one' else ' …'}`"
         text = _text(spec, spec.default)

@@ -36,7 +36,7 @@ class FlagSpec:
       shape: one value, several values, or KEY=VALUE pairs.
       optional: None is a value.
       default: value when nobody says anything; `attrs.NOTHING` where it must be given.
-      help, unit, why, metavar, choices, check: as declared by `option()`.
+      help, unit, why, metavar, choices, check, passes: as declared by `option()`.
     """
 
     section: str
@@ -52,6 +52,7 @@ class FlagSpec:
     metavar: str
     choices: tuple[str, ...]
     check: Callable[[Any], str | None] | None
+    passes: str
 
     @property
     def is_switch(self) -> bool:
@@ -105,6 +106,7 @@ def _spec(field: attrs.Attribute[Any], hint: object, section: str) -> FlagSpec:
         metavar="" if kind == "bool" else option["metavar"] or _METAVARS[kind],
         choices=option["choices"],
         check=option["check"],
+        passes=option["passes"],
     )
 
 

@@ -11,7 +11,11 @@ from pathlib import Path
 
 from attrs import Factory, field, frozen
 
+from relax_trio.config.backend_tree import BackendConfig
 from relax_trio.config.option import fraction, grace, log_room, module_names, not_negative, option, positive
+from relax_trio.config.train_tree import ESTIMATORS as ESTIMATORS
+from relax_trio.config.train_tree import RewardConfig as RewardConfig
+from relax_trio.config.train_tree import TrainConfig as TrainConfig
 
 
 @frozen(kw_only=True)
@@ -189,7 +193,11 @@ class RolloutConfig:
 class EvalConfig:
     """Evaluation between steps."""
 
-    eval_prompt_data: tuple[str, ...] = option((), "Datasets: NAME PATH [NAME PATH …].", metavar="NAME PATH")
+    eval_prompt_data: tuple[str, ...] = option(
+        (),
+        "Datasets: NAME PATH [KEY=VALUE …] …, a KEY being an eval flag that holds for one of them alone.",
+        metavar="NAME PATH",
+    )
     eval_interval: int | None = option(
         None, "Evaluate before the first and after every N steps.", unit="steps", check=positive
     )
@@ -212,78 +220,6 @@ class EvalConfig:
 
 
 @frozen(kw_only=True)
-class BackendConfig:
-    """The engine that serves the model."""
-
-    hf_checkpoint: str | None = option(
-        None, "Hugging Face checkpoint directory, or `demo` for the built-in model.", metavar="DIR"
-    )
-    embedded_max_batch: int = option(64, "Attempts that decode together in the embedded engine.", check=positive)
-    embedded_dtype: str = option("float32", "Weights of the embedded engine.", choices=("float32", "bfloat16"))
-    embedded_threads: int | None = option(None, "Torch threads; default: one per core.", check=positive)
-
-
-@frozen(kw_only=True)
-class RewardConfig:
-    """Reward and credit."""
-
-    custom_rm_path: str | None = option(None, "Reward hook package.module.function.", metavar="PATH")
-    group_rm: bool = option(False, "The reward hook is given a whole Group: rm(args, samples) returns a list.")
-    agentic_custom_advantage_path: str | None = option(
-        None, "Hook that gives every exported context its credit, package.module.function.", metavar="PATH"
-    )
-    dynamic_sampling_filter_path: str | None = option(
-        None,
-        "Hook keep(args, samples) that says which Groups are trained on; "
-        "relax_trio.reward.filters.check_reward_nonzero_std drops those of equal rewards.",
-        metavar="PATH",
-    )
-    log_passrate: bool = option(False, "Log pass@k over Sessions: a primary reward of 1 is a pass.")
-    reward_key: str | None = option(None, "Key of the primary reward in a reward object.", metavar="KEY")
-    rm_concurrency: int = option(64, "Reward hook calls in flight at once.", check=positive)
-    rm_timeout: float = option(600.0, "Time limit of one reward hook call.", unit="s", check=positive)
-    advantage_estimator: str = option("grpo", "How rewards become credit.", choices=("grpo",))
-    grpo_std_normalization: bool = option(True, "Divide the centred reward by the Group's standard deviation.")
-
-
-@frozen(kw_only=True)
-class TrainConfig:
-    """Loss, optimizer and checkpoints."""
-
-    lr: float = option(1e-6, "Learning rate.", check=not_negative)
-    lr_warmup_iters: int = option(0, "Optimizer steps of linear warm-up.", check=not_negative)
-    lr_decay_style: str = option(
-        "constant", "Learning-rate schedule after warm-up.", choices=("constant", "linear", "cosine")
-    )
-    weight_decay: float = option(0.0, "AdamW weight decay.", check=not_negative)
-    adam_beta1: float = option(0.9, "AdamW beta 1.")
-    adam_beta2: float = option(0.95, "AdamW beta 2.")
-    adam_eps: float = option(1e-8, "AdamW epsilon.")
-    clip_grad: float = option(1.0, "Largest gradient norm; 0 turns clipping off.", check=not_negative)
-    eps_clip: float = option(0.2, "Policy ratio clip, lower side.", check=positive)
-    eps_clip_high: float | None = option(None, "Policy ratio clip, upper side; default: --eps-clip.", check=positive)
-    global_batch_size: int | None = option(
-        None,
-        "Samples per optimizer step; default: all samples of a rollout step.",
-        unit="samples",
-        check=positive,
-    )
-    num_iters_per_train_update: int = option(
-        1,
-        "Fully async: an optimizer step takes its Sessions in so many batches, each as soon as it is there.",
-        check=positive,
-    )
-    micro_batch_size: int = option(8, "Samples per forward pass.", unit="samples", check=positive)
-    calculate_per_token_loss: bool = option(False, "Mean over tokens instead of mean over Sessions.")
-    seed: int = option(1234, "Seed of Python's, NumPy's and torch's global generators, for hooks and model code.")
-    save: Path | None = option(None, "Directory of checkpoints; default: RUN_DIR/checkpoints.", metavar="DIR")
-    save_interval: int | None = option(
-        None, "Steps between checkpoints; default: only the last.", unit="steps", check=positive
-    )
-    load: Path | None = option(None, "Resume from this directory of checkpoints.", metavar="DIR")
-
-
-@frozen(kw_only=True)
 class ServerConfig:
     """The model API server."""
 
@@ -303,6 +239,11 @@ class OutputConfig:
     save_debug_rollout_data: str | None = option(
         None, "Dump every step's samples to PATH with {rollout_id} in it.", metavar="PATH"
     )
+    use_tensorboard: bool = option(False, "Write metrics to RUN_DIR/tensorboard too; needs relax-trio[tensorboard].")
+    use_wandb: bool = option(False, "Tell metrics to Weights & Biases too; needs relax-trio[wandb].")
+    wandb_project: str = option("relax-trio", "Project of the W&B run.", metavar="NAME")
+    wandb_group: str | None = option(None, "Group of the W&B run.", metavar="NAME")
+    wandb_mode: str = option("online", "offline keeps the W&B run in RUN_DIR/wandb.", choices=("online", "offline"))
     stall_warning: float = option(
         60.0, "Log a wait longer than this with its chain of owners.", unit="s", check=positive
     )

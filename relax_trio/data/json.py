@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 JsonScalar: TypeAlias = str | int | float | bool | None
 JsonValue: TypeAlias = "JsonScalar | list[JsonValue] | dict[str, JsonValue]"
 JsonObject: TypeAlias = "dict[str, JsonValue]"
+
+
+def _refuse_constant(text: str) -> JsonValue:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def parse_json(text: str | bytes) -> JsonValue:
@@ -48,5 +52,5 @@ def _canonical(value: JsonValue) -> JsonValue:
     return value
 
 
-def _refuse_constant(text: str) -> JsonValue:
-    raise ValueError(f"{text} is not a JSON number")
+JSON_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
+"""Reads the JSON value at a place in a text, and refuses what JSON does not have."""

@@ -59,7 +59,12 @@ _LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def normalize_messages(
-    raw: JsonValue, *, param: str = "messages", skipped: list[str] | None = None
+    raw: JsonValue,
+    *,
+    param: str = "messages",
+    skipped: list[str] | None = None,
+    before: tuple[Message, ...] = (),
+    n_before: int = 0,
 ) -> tuple[Message, ...]:
     """Make canonical messages of a Chat-shaped list.
 
@@ -68,16 +73,18 @@ def normalize_messages(
       param: path that errors name, e.g. "messages" → `messages[3].content`.
       skipped: gets the types of content parts that are left out; None: they are refused. A message of the user or the
         system that holds nothing else is left out with them.
+      before: canonical messages of the beginning of the list, which `raw` goes on from.
+      n_before: how many items of the list they were read from.
 
     Raises:
       InvalidRequest: with `param` set to the path of the offending field.
     """
     if not isinstance(raw, list):
         raise InvalidRequest(f"{param} must be a list of messages, not {_kind(raw)}", param=param)
-    if not raw:
+    if not raw and not before:
         raise InvalidRequest(f"{param} must hold at least one message", param=param)
-    read = [_message(item, f"{param}[{index}]", skipped) for index, item in enumerate(raw)]
-    messages = [message for message in read if message is not None]
+    read = [_message(item, f"{param}[{index}]", skipped) for index, item in enumerate(raw, n_before)]
+    messages = [*before, *(message for message in read if message is not None)]
     if not messages:
         left_out = ", ".join(dict.fromkeys(skipped or ()))
         raise InvalidRequest(f"{param} must hold at least one message (left out: {left_out})", param=param)

@@ -125,7 +125,8 @@ def _begins(reading: Reading, messages: tuple[Message, ...]) -> bool:
         elif messages[start:end] != at.messages:
             return False
         at, end = at.parent, start
-    return True
+    # one is left over where what a turn restored stands in a client's observation, too: those are other messages
+    return restored is None
 
 
 def _is_silent(sent: Message, known: Message) -> bool:

@@ -20,6 +20,8 @@ from relax_trio.observe.dump import session_facts, write_rollout_dump
 from relax_trio.observe.metrics import MetricsWriter, rollout_metrics
 from relax_trio.observe.passrate import pass_rates
 from relax_trio.observe.rundir import EVAL_FILE
+from relax_trio.observe.usage import memory_use, train_rate
+from relax_trio.observe.writers import StepWriter
 from relax_trio.runtime.evaluate import EvalResult
 from relax_trio.runtime.step import StepResult
 from relax_trio.sync.cpu import CpuPool
@@ -30,6 +32,7 @@ class Evidence:
     """Writers of one run.
 
     Attributes:
+      writers: other systems that get the metrics too.
       evaluated: (complete steps, dataset) of every evaluation that is written down.
     """
 
@@ -38,14 +41,17 @@ class Evidence:
     writer: MetricsWriter
     cpu: CpuPool
     evaluated: set[tuple[int, str]]
+    writers: tuple[StepWriter, ...] = ()
 
     @classmethod
-    def open(cls, config: Config, run_dir: Path, cpu: CpuPool, first_step: int) -> Evidence:
+    def open(
+        cls, config: Config, run_dir: Path, cpu: CpuPool, first_step: int, writers: tuple[StepWriter, ...] = ()
+    ) -> Evidence:
         """Open the files; a resumed run first drops what it had written of the steps it runs again."""
         writer = MetricsWriter(run_dir)
         writer.rewind(first_step)
         evaluated = _rewind_evaluations(run_dir / EVAL_FILE, first_step)
-        return cls(config=config, run_dir=run_dir, writer=writer, cpu=cpu, evaluated=evaluated)
+        return cls(config=config, run_dir=run_dir, writer=writer, cpu=cpu, evaluated=evaluated, writers=writers)
 
     def step(self, result: StepResult, train_metrics: dict[str, float], times: dict[str, float]) -> None:
         """Write the object of one step and tell its summary. Plain.
@@ -62,10 +68,14 @@ class Evidence:
             **_runtime_metrics(result),
             **times,
             "perf/rollout_tokens_per_s": n_generated / seconds if seconds else 0.0,
+            **train_rate(result.samples, times.get("perf/train_time")),
+            **memory_use(),
             **train_metrics,
         }
         with boundary(RunFailed, f"metrics of step {result.rollout_id} can't be written", OSError):
             self.writer.write(result.rollout_id, metrics)
+            for other in self.writers:
+                other.write(result.rollout_id, metrics)
         emit(
             "step.completed",
             rollout=result.rollout_id,
@@ -126,6 +136,9 @@ class Evidence:
             (self.run_dir / EVAL_FILE).open("a", encoding="utf-8") as file,
         ):
             file.write(json.dumps(record) + "\n")
+        numbers = {n: v for n, v in record.items() if n.startswith("eval/") and isinstance(v, int | float)}
+        for other in self.writers:
+            other.write(n_done, numbers)
         self.evaluated.add((n_done, result.name))
         emit("eval.scored", dataset=result.name, steps=n_done, reward=mean, failed=result.n_failed)
 

@@ -7,15 +7,16 @@ from pathlib import Path
 from relax_trio.config.tree import Config
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
-from relax_trio.loop import setup
+from relax_trio.loop import servers, setup
 from relax_trio.loop.evidence import Evidence
 from relax_trio.loop.setup import RunData
-from relax_trio.loop.start import tell_operator
+from relax_trio.loop.start import collect_garbage, tell_operator
 from relax_trio.loop.train import RunSummary
 from relax_trio.runtime.engine import open_engine
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import ThreadCpuPool
+from relax_trio.sync.process import Warden
 
 
 async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
@@ -31,10 +32,13 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
     n_steps = setup.n_rollout_steps(config, data.rows)
     cpu = ThreadCpuPool(setup.n_cores())
     codec = setup.load_codec(config, checkpoint)
-    backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
+    warden = Warden()
+    backend = servers.make_backend(config, checkpoint, codec, WeightVersion("0"), warden=warden, run_dir=run_dir)
     evidence = Evidence.open(config, run_dir, cpu, 0)
     n_done = 0
-    async with open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop) as engine:
+    async with open_engine(
+        config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop, warden=warden
+    ) as engine:
         work = Work(
             shared=engine.shared,
             config=config.rollout,
@@ -54,4 +58,5 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
                     await evidence.dump(result)
                     evidence.step(result, {}, {"perf/rollout_time": result.seconds})
                     n_done = rollout_id + 1
+                    collect_garbage()
     return RunSummary(run_dir=run_dir, n_steps=n_done, stopped_by=stop.stopped_by, checkpoint=None)

@@ -14,6 +14,7 @@ from attrs import frozen
 
 from relax_trio.backend.embedded.backend import EmbeddedBackend, EmbeddedOptions
 from relax_trio.backend.embedded.model import ModelInfo
+from relax_trio.config.eval_spec import eval_specs
 from relax_trio.config.namespace import hook_args
 from relax_trio.config.tree import Config
 from relax_trio.data.dataset import Dataset, load_dataset
@@ -43,7 +44,7 @@ class Resume:
       next_group: number of the next Group.
       weight_version: version of the checkpoint's weights.
       rows: position of the row stream.
-      row_failures: failures of agents by row.
+      row_failures: Groups that failed, by row.
     """
 
     checkpoint: Path
@@ -189,28 +190,17 @@ def n_rollout_steps(config: Config, dataset: Dataset) -> int:
 
 
 def _eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
-    """The datasets of `--eval-prompt-data`, in their order.
-
-    C_d = `--agentic-eval-concurrency` or ceil(T / G_d), with T = resident train Groups times samples per prompt and
-    G_d = samples per eval prompt.
-    """
-    data, evaluation = config.data, config.eval
-    n_samples = evaluation.n_samples_per_eval_prompt
-    concurrency = evaluation.agentic_eval_concurrency or math.ceil(config.rollout.n_train_sessions / n_samples)
-    words = evaluation.eval_prompt_data
+    """The datasets of `--eval-prompt-data`, in their order."""
     return tuple(
         EvalDataset(
-            name=name,
+            name=spec.name,
             tasks=load_dataset(
-                path,
-                input_key=evaluation.eval_input_key or data.input_key,
-                label_key=evaluation.eval_label_key or data.label_key,
-                metadata_key=data.metadata_key,
+                spec.path, input_key=spec.input_key, label_key=spec.label_key, metadata_key=config.data.metadata_key
             ).rows,
-            n_samples=n_samples,
-            concurrency=concurrency,
+            n_samples=spec.n_samples,
+            concurrency=spec.concurrency,
         )
-        for name, path in zip(words[::2], words[1::2], strict=True)
+        for spec in eval_specs(config)
     )
 
 

@@ -20,21 +20,25 @@ SWITCH_INTERVAL_S = 0.0005
 """Python's thread switch interval while torch threads and the event loop share cores: at the default of 5 ms a busy
 thread delays every socket by as much."""
 
-GC_THRESHOLDS = (10_000, 20, 20)
-"""When Python looks for garbage in cycles. A request with a long history makes thousands of objects that die with it;
-by the defaults they count as old by then, and every few hundred requests the whole heap is searched: 50 to 200 ms in
-which nothing is served."""
+GC_THRESHOLDS = (2_000, 1_000, 1_000)
+"""When Python looks for garbage in cycles by itself: often among what is young, which takes a millisecond or two, and
+next to never in the whole heap, which with long histories takes 50 to 300 ms in which nothing is served."""
 
 
 def tune_interpreter() -> None:
     """Settings of this whole process, for an event loop that shares it with large heaps and busy threads.
 
-    What was imported so far is never searched for garbage again.
+    What was imported so far is never searched for garbage again; `collect_garbage` searches the rest.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()
+
+
+def collect_garbage() -> None:
+    """Search the whole heap, between two steps: what a step left in cycles may hold tensors."""
+    gc.collect()
 
 
 def run_command(body: Callable[[Stop], Awaitable[T]], evidence: Callable[[], AbstractContextManager[None]]) -> T:

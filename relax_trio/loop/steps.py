@@ -14,6 +14,7 @@ from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
 from relax_trio.loop.evidence import Evidence
+from relax_trio.loop.start import collect_garbage
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.runtime.ledger import Partition
 from relax_trio.runtime.shared import Shared, TurnLimits
@@ -109,6 +110,7 @@ class TrainLoop:
 
     async def after_step(self, n_done: int) -> None:
         """Save and evaluate, where `n_done` complete steps call for it."""
+        collect_garbage()
         if self.config.train.save_interval and n_done % self.config.train.save_interval == 0:
             await self.save()
         await self.evaluate_if_due(n_done)

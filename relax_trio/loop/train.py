@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 from attrs import frozen
 
+from relax_trio.config.eval_spec import required_slots
 from relax_trio.config.tree import Config
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
-from relax_trio.loop import setup
+from relax_trio.loop import servers, setup
 from relax_trio.loop.evidence import Evidence
 from relax_trio.loop.overlap import OverlapLoop
 from relax_trio.loop.setup import Resume, RunData
 from relax_trio.loop.start import tell_operator
 from relax_trio.loop.steps import TrainLoop
 from relax_trio.observe.rundir import CHECKPOINTS_DIR
+from relax_trio.observe.writers import open_writers
 from relax_trio.runtime.engine import Engine, open_engine
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
+from relax_trio.sync.process import Warden
 from relax_trio.train.base import Trainer
+from relax_trio.train.processes import open_process_trainer
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.trainer import open_trainer
 
@@ -66,14 +71,19 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
     version = WeightVersion("0") if resume is None else resume.weight_version
     cpu = ThreadCpuPool(setup.n_cores())
     codec = setup.load_codec(config, source)
-    trainer = await open_trainer(
-        TrainerSettings.of_config(config, n_steps),
-        checkpoint,
-        resume=None if resume is None else resume.checkpoint,
-    )
-    backend = setup.make_backend(config, source, codec, version)
-    async with open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop) as engine:
-        loop = _make_loop(config, engine, trainer, data, resume, n_steps, cpu, run_dir)
+    settings = TrainerSettings.of_config(config, n_steps)
+    go_on = None if resume is None else resume.checkpoint
+    own = None if config.train.trainer_processes else await open_trainer(settings, checkpoint, resume=go_on)
+    warden = Warden()
+    backend = servers.make_backend(config, source, codec, version, warden=warden, run_dir=run_dir)
+    first_step = 0 if resume is None else resume.rollout_id
+    async with (
+        open_writers(config, run_dir, first_step, cpu) as writers,
+        open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop, warden=warden) as engine,
+        nullcontext(own) if own else _processes(config, settings, checkpoint, go_on, engine, run_dir) as trainer,
+    ):
+        evidence = Evidence.open(config, run_dir, cpu, first_step, writers)
+        loop = _make_loop(config, engine, trainer, data, resume, n_steps, cpu, evidence)
         tell_operator(engine)
         try:
             with stop.work():
@@ -91,6 +101,22 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
     )
 
 
+def _processes(
+    config: Config, settings: TrainerSettings, checkpoint: Path, resume: Path | None, engine: Engine, run_dir: Path
+) -> AbstractAsyncContextManager[Trainer]:
+    """The trainer of `--trainer-processes`: it is the engine's warden who starts them."""
+    return open_process_trainer(
+        settings,
+        checkpoint,
+        n=config.train.trainer_processes,
+        warden=engine.warden,
+        run_dir=run_dir,
+        temp_root=engine.temp_root,
+        seed=config.train.seed,
+        resume=resume,
+    )
+
+
 def _make_loop(
     config: Config,
     engine: Engine,
@@ -99,7 +125,7 @@ def _make_loop(
     resume: Resume | None,
     n_steps: int,
     cpu: CpuPool,
-    run_dir: Path,
+    evidence: Evidence,
 ) -> TrainLoop:
     model_len = engine.shared.backend.max_context_len
     rows = setup.make_rows(config, data.rows, resume)
@@ -115,17 +141,18 @@ def _make_loop(
         heartbeat_s=config.output.stall_warning,
         n_steps=n_steps,
     )
-    emit("run.started", steps=n_steps, first_step=first_step, rows=len(data.rows), run_dir=str(run_dir))
+    emit("capacity.planned", agents=required_slots(config), train=config.rollout.n_train_sessions)
+    emit("run.started", steps=n_steps, first_step=first_step, rows=len(data.rows), run_dir=str(evidence.run_dir))
     kind = OverlapLoop if config.rollout.fully_async else TrainLoop
     return kind(
         config=config,
         shared=engine.shared,
         work=work,
         trainer=trainer,
-        evidence=Evidence.open(config, run_dir, cpu, first_step),
+        evidence=evidence,
         datasets=data.evaluation,
         eval_limits=setup.eval_limits(config, model_len),
         first_step=first_step,
         n_steps=n_steps,
-        save_dir=config.train.save or run_dir / CHECKPOINTS_DIR,
+        save_dir=config.train.save or evidence.run_dir / CHECKPOINTS_DIR,
     )

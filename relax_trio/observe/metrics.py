@@ -31,8 +31,9 @@ def rollout_metrics(samples: Sequence[Sample], *, reward_key: str | None) -> dic
     """Make the numbers of a step's rows.
 
     Over logical Sessions (rows of one place are one Session, whose reward is the mean of those its rows carry; a
-    Session without reward is not counted): `rollout/raw_reward` (mean), `rollout/zero_std_groups` (Groups in which all
-    rewards are equal, so that nothing is learned from them), `rollout/n_sessions`, `rollout/n_groups`.
+    Session without reward is not counted): `rollout/raw_reward` (mean) and `rollout/raw_reward/std|min|max`,
+    `rollout/zero_std_groups` (Groups in which all rewards are equal, so that nothing is learned from them),
+    `rollout/n_sessions`, `rollout/n_groups`.
 
     Over rows: `rollout/n_samples`, `rollout/response_len/mean|max` (tokens after the prompt),
     `rollout/generated_len/mean|max` (tokens the model wrote), `rollout/total_len/max` (with the prompt),
@@ -76,7 +77,11 @@ def _reward_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
         "rollout/zero_std_groups": sum(1 for values in groups.values() if min(values) == max(values)),
     }
     if rewards:
-        out["rollout/raw_reward"] = statistics.fmean(rewards.values())
+        values = list(rewards.values())
+        out["rollout/raw_reward"] = statistics.fmean(values)
+        out["rollout/raw_reward/std"] = statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
+        out["rollout/raw_reward/min"] = min(values)
+        out["rollout/raw_reward/max"] = max(values)
     return out
 
 

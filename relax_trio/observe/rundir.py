@@ -8,6 +8,7 @@
       reward.png        the reward curve (curve.py)
       rollout/          dumps of steps, when asked for (dump.py)
       checkpoints/      Hugging Face layout and resume state (train/)
+      tensorboard/      event files, with --use-tensorboard (writers.py)
       sessions/         IO directories that were kept, one per Session
 
 Owns the names and the making of the directory. Not covered: who writes into it.
@@ -29,6 +30,7 @@ CURVE_FILE = "reward.png"
 ROLLOUT_DIR = "rollout"
 CHECKPOINTS_DIR = "checkpoints"
 SESSIONS_DIR = "sessions"
+TENSORBOARD_DIR = "tensorboard"
 
 DEFAULT_PARENT = Path("runs")
 

@@ -1,6 +1,6 @@
 """Credit: the base number that each row of a Group gets from the Group's rewards. Pure.
 
-Not covered: advantages of tokens (train/advantage.py), rewards (reward.py).
+Not covered: advantages of tokens (train/advantage.py), rewards (reward.py), credit of several contexts (advantage.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STD_EPS = 1e-6
 
 
 def assign_credit(samples_of_group: Sequence[Sample], config: RewardConfig) -> None:
-    """Set `advantage` on every row of one complete Group.
+    """Set `advantage` on every row of one complete Group, as `--advantage-estimator` says.
 
     One logical Session, named by its place, counts as one reward.
 
@@ -27,9 +27,14 @@ def assign_credit(samples_of_group: Sequence[Sample], config: RewardConfig) -> N
         exported contexts: one outcome doesn't say what each of them deserves. No row is changed then.
     """
     assert len({sample.group for sample in samples_of_group}) <= 1, "credit is a matter of one Group"
-    _refuse_several_contexts(samples_of_group)
+    fanned_out = several_contexts(samples_of_group)
+    if fanned_out is not None:
+        raise CreditError(
+            f"{fanned_out}, but one outcome does not say how much credit each of them deserves: say it by "
+            "--agentic-custom-advantage-path, or export one context per Session"
+        )
     rewards = [primary_reward(sample, config.reward_key) for sample in samples_of_group]
-    values = grpo_credits(rewards, normalize_std=config.grpo_std_normalization)
+    values = session_credits(rewards, config.advantage_estimator, normalize_std=config.grpo_std_normalization)
     if not all(math.isfinite(value) for value in values):
         raise CreditError(
             f"group {samples_of_group[0].group}: its rewards lie too far apart to be normalized "
@@ -37,6 +42,44 @@ def assign_credit(samples_of_group: Sequence[Sample], config: RewardConfig) -> N
         )
     for sample, value in zip(samples_of_group, values, strict=True):
         sample.advantage = value
+
+
+def session_credits(rewards: Sequence[float], estimator: str, *, normalize_std: bool = True) -> list[float]:
+    """The credit of each Session of a Group from all of its rewards.
+
+        grpo, gspo, cispo              `grpo_credits`, centred only without `normalize_std`
+        dr_grpo                        `grpo_credits`, centred only
+        reinforce_plus_plus_baseline   the same: the Group's mean is the baseline (Hu et al. 2025, arXiv:2501.03262)
+        rloo                           `rloo_credits`
+        reinforce_plus_plus            A_i = r_i: no baseline but the whitening over the batch (same paper, eq. 8 and 9)
+
+    Args:
+      rewards: one finite number per Session, (n,).
+      estimator: `--advantage-estimator`.
+      normalize_std: `--grpo-std-normalization`.
+    """
+    if estimator == "reinforce_plus_plus":
+        return list(rewards)
+    if estimator == "rloo":
+        return rloo_credits(rewards)
+    divides = normalize_std and estimator in ("grpo", "gspo", "cispo")
+    return grpo_credits(rewards, normalize_std=divides)
+
+
+def rloo_credits(rewards: Sequence[float]) -> list[float]:
+    """Leave-one-out credit: the reward less the mean of the others.
+
+        A_i = r_i - (1 / (n - 1)) sum_{j != i} r_j = (n / (n - 1)) (r_i - mean(r))
+
+    Ahmadian et al. 2024, arXiv:2402.14740, section 3.2 (after Kool et al. 2019). Equal rewards give exactly 0.0, and so
+    does one reward alone: it has no others.
+
+    Args:
+      rewards: one finite number per Session, (n,).
+    """
+    n = len(rewards)
+    centred = grpo_credits(rewards, normalize_std=False)
+    return [c * (n / (n - 1)) for c in centred] if n > 1 else centred
 
 
 def grpo_credits(rewards: Sequence[float], *, normalize_std: bool = True) -> list[float]:
@@ -67,13 +110,12 @@ def grpo_credits(rewards: Sequence[float], *, normalize_std: bool = True) -> lis
     return [c / (std + STD_EPS) if math.isfinite(std) else math.nan for c in centred]
 
 
-def _refuse_several_contexts(samples: Sequence[Sample]) -> None:
+def several_contexts(samples: Sequence[Sample]) -> str | None:
+    """Which Session exported more than one context, and which; None where none did."""
     names: dict[str, list[str]] = {}
     for sample in samples:
         names.setdefault(sample.place, []).append(sample.name or "(implicit)")
     for place, exported in names.items():
         if len(exported) > 1:
-            raise CreditError(
-                f"session {place} exported several contexts ({', '.join(exported)}), but one outcome does not say how "
-                "much credit each of them deserves: export one context per Session"
-            )
+            return f"session {place} exported several contexts ({', '.join(exported)})"
+    return None

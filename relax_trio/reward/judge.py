@@ -9,7 +9,7 @@ from relax_trio.data.sample import Sample
 from relax_trio.errors import CreditError
 from relax_trio.events import emit
 from relax_trio.reward.advantage import custom_credits, metadata_by_slot
-from relax_trio.reward.credit import assign_credit
+from relax_trio.reward.credit import assign_credit, several_contexts
 from relax_trio.reward.filters import read_verdict
 from relax_trio.reward.hooks import Hook, call_hook
 from relax_trio.reward.reward import RewardScorer
@@ -29,7 +29,8 @@ async def judge_group(samples: Sequence[Sample], scorer: RewardScorer, *, assign
 
     Raises:
       RewardError: a hook failed, or a reward is none.
-      CreditError: rewards or custom advantages that no credit can be made from.
+      CreditError: rewards or custom advantages that no credit can be made from, or several contexts of a Session
+        where one outcome would be all of their credit, or without dynamic batch sizes.
 
     Cancellation: as `call_hook`; rows may have rewards already.
     """
@@ -60,6 +61,12 @@ async def _filtered(
 
 async def _custom(samples: Sequence[Sample], hook: Hook, cpu: CpuPool, scorer: RewardScorer) -> str | None:
     group = samples[0].group
+    fanned_out = several_contexts(samples)
+    if fanned_out is not None and not scorer.hooks.args.use_dynamic_batch_size:
+        raise CreditError(
+            f"{fanned_out}, so that the rows of a step are as many as agents make them: bound a forward pass by "
+            "tokens, with --use-dynamic-batch-size --max-tokens-per-gpu N"
+        )
     value = await call_hook(
         hook, metadata_by_slot(samples), place=group, cpu=cpu, limit_s=scorer.config.rm_timeout, error=CreditError
     )

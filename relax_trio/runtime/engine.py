@@ -42,21 +42,33 @@ class Engine:
     Attributes:
       shared: what every Session gets.
       operator_token: opens the operator's views.
+      warden: starts and ends processes.
+      temp_root: removed when the engine has ended.
     """
 
     shared: Shared
     operator_token: str
+    warden: Warden
+    temp_root: Path
 
 
 @asynccontextmanager
 async def open_engine(
-    config: Config, *, stop: Stop, backend: Backend, codec: ChatCodec, cpu: CpuPool, run_dir: Path
+    config: Config,
+    *,
+    stop: Stop,
+    backend: Backend,
+    codec: ChatCodec,
+    cpu: CpuPool,
+    run_dir: Path,
+    warden: Warden | None = None,
 ) -> AsyncIterator[Engine]:
     """Start the services, own them for the length of the block, stop them in reverse order.
 
     Args:
       stop: is told whom to ask to kill every process.
       run_dir: where directories of Sessions are kept.
+      warden: owner of processes, not started yet, where the backend has some.
 
     Raises (on entering):
       ConfigError: the port is in use, or a module of `--agent-preload` cannot be preloaded.
@@ -67,7 +79,7 @@ async def open_engine(
     temp_root = Path(tempfile.mkdtemp(prefix="relax-trio-"))
     try:
         async with Services.open() as services:
-            warden = Warden()
+            warden = warden or Warden()
             await services.start(warden.run, name="warden", stop_s=STOP_S)
             stop.killer, stop.temp_root = warden, temp_root
             await services.start(backend.run, name="backend")
@@ -85,7 +97,7 @@ async def open_engine(
             await services.start(partial(launcher.keep_warm, base_url), name="warm parent", stop_s=STOP_S)
             shared = _shared(config, backend, codec, launcher, cpu, sessions, base_url)
             emit("engine.started", url=base_url)
-            yield Engine(shared=shared, operator_token=operator_token)
+            yield Engine(shared=shared, operator_token=operator_token, warden=warden, temp_root=temp_root)
     finally:
         shutil.rmtree(temp_root, ignore_errors=True)
 

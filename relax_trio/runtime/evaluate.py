@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 
 from relax_trio.data.sample import Sample
 from relax_trio.data.task import TaskInput
+from relax_trio.errors import CreditError, RewardError
 from relax_trio.events import emit
 from relax_trio.ids import group_id
 from relax_trio.reward.reward import RewardScorer
@@ -19,7 +20,7 @@ from relax_trio.runtime.group import Complete, Group
 from relax_trio.runtime.leases import LeaseDesk
 from relax_trio.runtime.samples import build_samples
 from relax_trio.runtime.shared import Shared, TurnLimits
-from relax_trio.runtime.stall import watch_stalls
+from relax_trio.runtime.stall import Wait, long_waits, watch_stalls
 
 
 @frozen(kw_only=True)
@@ -70,6 +71,7 @@ class Evaluation:
     heartbeat_s: float = 60.0
     _live: list[Group] = field(factory=list)
     _results: dict[int, list[Sample]] = field(factory=dict)
+    _rolled_out_s: float | None = None
 
     async def run(self) -> EvalResult:
         """Evaluate every row.
@@ -82,13 +84,20 @@ class Evaluation:
         started_s = trio.current_time()
         dataset = self.dataset
         total = len(dataset.tasks) * dataset.n_samples
+        failure: RewardError | CreditError | None = None
         emit("eval.started", dataset=dataset.name, sessions=total)
         async with trio.open_nursery() as watch:
-            watch.start_soon(watch_stalls, f"eval {dataset.name}", lambda: self._live, self.heartbeat_s, name="stalls")
+            watch.start_soon(watch_stalls, self._waits, self.heartbeat_s, name="stalls")
             await self._run_all(total)
-            watch.cancel_scope.cancel(reason=f"eval {dataset.name} rolled out")
-        samples = [sample for number in sorted(self._results) for sample in self._results[number]]
-        await self.scorer.score(samples, evaluation=True)
+            self._rolled_out_s = trio.current_time()
+            samples = [sample for number in sorted(self._results) for sample in self._results[number]]
+            try:
+                await self.scorer.score(samples, evaluation=True)
+            except (RewardError, CreditError) as exc:
+                failure = exc
+            watch.cancel_scope.cancel(reason=f"eval {dataset.name} scored")
+        if failure is not None:
+            raise failure  # out here, so that the nursery does not wrap it
         result = EvalResult(
             name=dataset.name,
             samples=tuple(samples),
@@ -107,6 +116,13 @@ class Evaluation:
                 await permits.acquire_on_behalf_of(group)
                 self._live.append(group)
                 nursery.start_soon(self._run_one, group, permits, name=f"eval {self.dataset.name} {group.id}")
+
+    def _waits(self) -> list[Wait]:
+        owner = f"eval {self.dataset.name}"
+        if self._rolled_out_s is None:
+            return [wait for group in self._live for wait in long_waits(owner, group, self.heartbeat_s)]
+        since = trio.current_time() - self._rolled_out_s
+        return [Wait(chain=(owner,), waits_for="its rewards", seconds=since)] if since >= self.heartbeat_s else []
 
     @property
     def _n_places(self) -> int:

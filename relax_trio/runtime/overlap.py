@@ -41,14 +41,15 @@ class Overlap:
         """Open a window for every step, then pay what is still owed; returns when every partition is sealed.
 
         Raises:
-          RelaxTrioError: the run's failure, whenever it comes.
+          RelaxTrioError: the run's failure, whenever it comes; in a group.
 
         Cancellation: leaves the windows; the work block that is left then ends every Group.
         """
-        for rollout_id in range(first_step, n_steps):
-            await self._until(self._room.wait_open)
-            await self._run_window(rollout_id)
-        await self._backfill(n_steps)
+        async with self.work.watching():  # Groups are at work between windows too
+            for rollout_id in range(first_step, n_steps):
+                await self._until(self._room.wait_open)
+                await self._run_window(rollout_id)
+            await self._backfill(n_steps)
 
     async def wait_partition(self, rollout_id: int) -> Partition:
         """The partition of a step, once its window is open. Cancellation: safe."""
@@ -135,15 +136,7 @@ class Overlap:
     async def _until(self, wait: Callable[[], Awaitable[None]]) -> None:
         """Wait, but not past the run's failure."""
         residents = self.work.residents
-        async with trio.open_nursery() as nursery:
-
-            async def watch() -> None:
-                await residents.failed.wait()
-                nursery.cancel_scope.cancel(reason="the run failed")
-
-            nursery.start_soon(watch, name="watch for a failure")
-            await wait()
-            nursery.cancel_scope.cancel(reason="waited for")
+        await residents.unless_failed(wait)
         if residents.failure is not None:
             raise residents.failure
 

@@ -6,7 +6,7 @@ Groups live here across steps. What a step is, and what becomes of Groups when i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
@@ -67,7 +67,7 @@ class Residents:
       ledger: who scored Groups pay to.
       generation: gate of all their attempts.
       next_group: number of the next Group; part of the resume state.
-      row_failures: failures of agents by row; part of the resume state.
+      row_failures: Groups that failed, by row; part of the resume state.
       assigns_credit: False for rollout without training, which any number of contexts may come from.
       margin: Groups at work beyond the debt.
       next_work: Groups that the next step begins with, where they are prepared ahead.
@@ -151,6 +151,18 @@ class Residents:
             self.failure = error
             self.failed.set()
             self.update()
+
+    async def unless_failed(self, wait: Callable[[], Awaitable[None]]) -> None:
+        """Wait, but not past the run's failure. Cancellation: as `wait`."""
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                await self.failed.wait()
+                nursery.cancel_scope.cancel(reason="the run failed")
+
+            nursery.start_soon(watch, name="watch for a failure")
+            await wait()
+            nursery.cancel_scope.cancel(reason="waited for")
 
     async def drop(self, residents: Iterable[Resident], reason: str) -> None:
         """Drop Groups and wait until they are accounted for. Cancellation: they are dropped all the same."""
@@ -278,14 +290,13 @@ class Residents:
         if isinstance(outcome, Dropped):
             return outcome.reason
         if scored is not None:
-            return "surplus at the close of the step"
+            return "surplus at the close of the step" if self.failure is None else "the run failed"
         return resident.filtered or resident.why_dropped or "it could not be scored"
 
     def _count_failure(self, group: Group, failure: Failed) -> None:
-        """A row whose agents fail too often is set aside; a run in which nothing but failures happens ends."""
+        """A row whose Groups fail too often, whoever's fault, is set aside; a run of nothing but failures ends."""
         row = group.task.row
-        if failure.is_agents_fault:
-            self.row_failures[row] += 1
+        self.row_failures[row] += 1
         if self.row_failures[row] >= self.config.max_row_failures:
             self.rows.set_aside(group.task, str(failure.error).splitlines()[0])
             emit("row.set_aside", source=group.task.source, failures=self.row_failures[row])

@@ -15,6 +15,7 @@ import trio
 from attrs import define, field
 
 from relax_trio.agent.base import AgentHandle, AgentSpec
+from relax_trio.api.history import HistoryMemo
 from relax_trio.data.json import JsonObject
 from relax_trio.data.request import CanonicalRequest
 from relax_trio.data.sample import Context
@@ -68,6 +69,7 @@ class Session:
       n_aborted: attempts that were aborted and went round again.
       is_protected: exempt from parking.
       skipped: kinds of items and hosted tools that its requests held and that were left out.
+      histories: what its requests began with, for those that go on from there.
     """
 
     place: PlaceId
@@ -91,6 +93,7 @@ class Session:
     calls: list[Call] = field(factory=list)
     flags: Counter[str] = field(factory=Counter)
     skipped: dict[str, None] = field(factory=dict)
+    histories: HistoryMemo = field(factory=HistoryMemo)
     _is_open: bool = False
     _n_shared_tokens: int = 0
     _failure: BackendError | None = None
@@ -119,6 +122,7 @@ class Session:
                         yield
                 finally:
                     self._is_open = False
+                    self.histories.clear()
                 self._nursery.cancel_scope.cancel(reason=f"session {self.name} ended")
         finally:
             with cleanup_scope(CLOSE_SESSION_S, f"cache of session {self.name}"):

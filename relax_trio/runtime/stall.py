@@ -18,7 +18,8 @@ class Wait:
     """One long wait.
 
     Attributes:
-      chain: names of the owners, the innermost last: Group, Session, request, attempt, as far down as it goes.
+      chain: names of the owners, the innermost last: step or evaluation, Group, Session, request, attempt, as far down
+        as it goes.
       waits_for: what the innermost waits for.
       seconds: since when.
     """
@@ -28,33 +29,27 @@ class Wait:
     seconds: float
 
 
-async def watch_stalls(owner: str, groups: Callable[[], Iterable[Group]], interval_s: float) -> None:
-    """Look every `interval_s` seconds for waits that are as long; runs until it is cancelled.
-
-    Args:
-      owner: who owns the Groups: the head of every chain, e.g. "step 3".
-      groups: those that live now.
-    """
+async def watch_stalls(waits: Callable[[], Iterable[Wait]], interval_s: float) -> None:
+    """Tell every `interval_s` seconds of what `waits` finds; runs until it is cancelled."""
     while True:
         await trio.sleep(interval_s)
-        for group in groups():
-            for wait in long_waits(group, interval_s):
-                emit(
-                    "wait.stalled",
-                    chain=" > ".join((owner, *wait.chain)),
-                    waits_for=wait.waits_for,
-                    seconds=round(wait.seconds),
-                )
+        for wait in waits():
+            chain = " > ".join(wait.chain)
+            emit("wait.stalled", chain=chain, waits_for=wait.waits_for, seconds=round(wait.seconds))
 
 
-def long_waits(group: Group, seconds: float) -> list[Wait]:
-    """What a Group has waited for longer than `seconds`; its reward, once its last process is gone."""
+def long_waits(owner: str, group: Group, seconds: float) -> list[Wait]:
+    """What a Group has waited for longer than `seconds`; its reward, once its last process is gone.
+
+    Args:
+      owner: whose Group it is: the head of every chain, e.g. "step 3".
+    """
     name = f"{group.id} ({'leased' if group.lease.is_set() else 'in Prepare'})"
     if not group.sessions:
         since = trio.current_time() - group.completed_s if group.completed_s is not None else 0.0
-        return [Wait(chain=(name,), waits_for="reward", seconds=since)] if since >= seconds else []
+        return [Wait(chain=(owner, name), waits_for="reward", seconds=since)] if since >= seconds else []
     waits = [wait for session in group.sessions for wait in _session_waits(session, seconds)]
-    return [Wait(chain=(name, *wait.chain), waits_for=wait.waits_for, seconds=wait.seconds) for wait in waits]
+    return [Wait(chain=(owner, name, *wait.chain), waits_for=wait.waits_for, seconds=wait.seconds) for wait in waits]
 
 
 def _session_waits(session: Session, seconds: float) -> list[Wait]:

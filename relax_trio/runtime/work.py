@@ -19,11 +19,10 @@ from relax_trio.data.rows import RowStream
 from relax_trio.data.task import TaskInput
 from relax_trio.events import emit
 from relax_trio.reward.reward import RewardScorer
-from relax_trio.runtime.group import Group
 from relax_trio.runtime.ledger import Ledger, Partition, ScoredGroup
 from relax_trio.runtime.residents import Resident, Residents
 from relax_trio.runtime.shared import Shared, TurnLimits
-from relax_trio.runtime.stall import watch_stalls
+from relax_trio.runtime.stall import Wait, long_waits, watch_stalls
 from relax_trio.runtime.step import Step, StepResult, Tally
 
 
@@ -96,7 +95,7 @@ class Work:
         partition = self.ledger.open(rollout_id, self.config.rollout_batch_size)
         step = Step(rollout_id=rollout_id, partition=partition)
         self.plan(rollout_id)
-        async with self.accounting(step):
+        async with self.accounting(step), self.watching():
             if partition.debt:
                 self.unpark()
             self.residents.step = step
@@ -136,7 +135,6 @@ class Work:
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._heartbeat, step, name=f"heartbeat of step {step.rollout_id}")
-            nursery.start_soon(watch_stalls, f"step {step.rollout_id}", self._groups, self.heartbeat_s, name="stalls")
             yield
             nursery.cancel_scope.cancel(reason=f"step {step.rollout_id} closed")
         failure = self.residents.failure
@@ -153,6 +151,19 @@ class Work:
         )
         if failure is not None:
             raise failure
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Tell of long waits for the length of the block."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch_stalls, self._waits, self.heartbeat_s, name="stalls")
+            yield
+            nursery.cancel_scope.cancel(reason="the watch ended")
+
+    def _waits(self) -> list[Wait]:
+        step = self.residents.step
+        owner = "between steps" if step is None else f"step {step.rollout_id}"
+        return [wait for resident in self.residents.all for wait in long_waits(owner, resident.group, self.heartbeat_s)]
 
     def result(self, rollout_id: int, groups: Sequence[ScoredGroup], seconds: float) -> StepResult:
         """What a step that was open for `seconds` yields; the tally begins anew."""
@@ -175,6 +186,8 @@ class Work:
         residents = self.residents
         if self.config.partial_rollout and not (is_last and not self.config.use_dynamic_global_batch_size):
             await self._wait_protected()
+            if residents.failure is not None:
+                return
             await self.park("between steps")
             await self._wait_protected()
             if self.config.use_dynamic_global_batch_size:
@@ -187,10 +200,10 @@ class Work:
             await residents.drop([r for r in residents.all if r not in kept], "the step closed")
 
     async def _wait_protected(self) -> None:
-        """Wait until no protected Group holds processes; its reward keeps nothing open."""
-        while protected := self._protected():
+        """Wait until no protected Group holds processes, or the run failed; its reward keeps nothing open."""
+        while self.residents.failure is None and (protected := self._protected()):
             emit("step.waiting", protected=" ".join(resident.group.id for resident in protected))
-            await protected[0].vacated.wait()
+            await self.residents.unless_failed(protected[0].vacated.wait)
 
     def _protected(self) -> list[Resident]:
         return [r for r in self.residents.leased if r.group.is_protected and not r.vacated.is_set()]
@@ -220,9 +233,6 @@ class Work:
             for session in resident.group.sessions:
                 session.unpark(most)
         self.residents.update()
-
-    def _groups(self) -> list[Group]:
-        return [resident.group for resident in self.residents.all]
 
     # --- evidence ---------------------------------------------------------------------------------------------
 

@@ -82,9 +82,13 @@ def _clients(bench: Bench) -> Iterator[Action]:
         yield Action(name=f"leave {name}", do=partial(exchange.hang_up, for_good=True), is_gone=call.done.is_set)
 
 
+def _closed(bench: Bench, session: Session) -> Callable[[], bool]:
+    """Whether a Session cannot be reached any more and none of its requests lives."""
+    return lambda: session not in bench.sessions.open and all(call.done.is_set() for call in session.calls)
+
+
 def _session(bench: Bench, session: Session) -> Iterator[Action]:
-    def is_gone() -> bool:
-        return session not in bench.sessions.open
+    is_gone = _closed(bench, session)
 
     def spend() -> None:
         session.budget.scope.deadline = trio.current_time()
@@ -104,6 +108,7 @@ def _faults(bench: Bench, backend: FakeBackend, launcher: FakeAgentLauncher) -> 
         yield Action(name=f"refuse {rid}", do=partial(backend.fail, rid, BackendRejected("explorer: refused")))
     if backend.is_serving:
         yield Action(name="die backend", do=partial(backend.die, "explorer: the backend died"))
-    for place in launcher.live:
-        yield Action(name=f"kill {place}", do=partial(launcher.kill, place))
+    for place in launcher.running:
+        session = next(session for session in bench.sessions.open if session.place == place)
+        yield Action(name=f"kill {place}", do=partial(launcher.kill, place), is_gone=_closed(bench, session))
     yield Action(name="launch next", do=partial(launcher.fail_next, "explorer: no memory"))

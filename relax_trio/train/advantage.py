@@ -1,9 +1,16 @@
-"""From the credit of a row to the advantage of its tokens. Owns no credit: rewards become credit in `reward/`."""
+"""From the credit of a row to the advantage of its tokens. Owns no credit: rewards become credit in `reward/`.
+
+In this order: the credit of the row or of its turns, the reference's KL where the estimator shapes returns by it,
+whitening over an optimizer batch.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
+
+import torch
+from attrs import define
 
 from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError
@@ -37,3 +44,106 @@ def token_advantages(sample: Sample) -> array[float]:
             if sample.loss_mask[position]:
                 advantages[position] = value
     return advantages
+
+
+def shaped_advantages(
+    advantages: torch.Tensor, kl: torch.Tensor, rows: torch.Tensor, *, estimator: str, kl_coef: float
+) -> torch.Tensor:
+    """Make the KL to the reference a part of the return of each token.
+
+        reinforce_plus_plus:           A_t = credit - beta * sum of kl_u over the tokens u >= t of the row
+        reinforce_plus_plus_baseline:  A_t = credit - beta * kl_t
+
+    The first is the return to go, discount 1, of the reward r_t = [t is last] credit - beta * kl_t.
+    Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), eq. 7 and 8; the second as slime and Relax have it.
+
+    Args:
+      advantages: (K,), the credit of each token.
+      kl: (K,) estimate of the KL of the old policy to the reference, see `kl.kl_estimate`.
+      rows: (K,) the row of each token; the tokens of a row stand together and in order.
+      estimator: one of the two names.
+      kl_coef: beta.
+    """
+    if estimator == "reinforce_plus_plus_baseline":
+        return advantages - kl_coef * kl
+    assert estimator == "reinforce_plus_plus", f"{estimator} doesn't shape returns by the KL"
+    lens = torch.unique_consecutive(rows, return_counts=True)[1].tolist()
+    to_go = [part.flip(0).cumsum(0).flip(0) for part in torch.split(kl, lens)]
+    return advantages - kl_coef * torch.cat([kl[:0], *to_go])
+
+
+WHITEN_EPS = 1e-8
+"""Added to the variance in whitening, as in slime and verl."""
+
+
+@define(eq=False, kw_only=True)
+class Moments:
+    """Sums over numbers, from which come mean, deviation and range; two of them join into that of both.
+
+    Attributes:
+      n: how many.
+      total, squares: their sum, the sum of their squares.
+      low, high: the smallest and the largest; infinite where there are none.
+    """
+
+    n: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Moments:
+        """Of a (K,) tensor."""
+        if not len(values):
+            return cls()
+        exact = values.double()
+        return cls(
+            n=len(exact),
+            total=float(exact.sum()),
+            squares=float(exact.square().sum()),
+            low=float(exact.min()),
+            high=float(exact.max()),
+        )
+
+    def join(self, other: Moments) -> None:
+        """Add the numbers of another one."""
+        self.n += other.n
+        self.total += other.total
+        self.squares += other.squares
+        self.low = min(self.low, other.low)
+        self.high = max(self.high, other.high)
+
+    @property
+    def mean(self) -> float:
+        """0.0 of nothing."""
+        return self.total / max(1, self.n)
+
+    @property
+    def variance(self) -> float:
+        """The sample variance (n - 1); 0.0 of one number and where all are equal."""
+        if self.n < 2 or self.low == self.high:
+            return 0.0
+        return max(0.0, self.squares - self.total * self.mean) / (self.n - 1)
+
+    @property
+    def std(self) -> float:
+        """The root of the variance."""
+        return math.sqrt(self.variance)
+
+
+def whitened(advantages: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """Shift and scale advantages to mean 0 and variance 1 over the trained tokens of an optimizer batch.
+
+        A'_t = (A_t - mean(A)) / sqrt(var(A) + 1e-8),    var with n - 1
+
+    Source: Andrychowicz et al. 2021 (arXiv:2006.05990, "per minibatch advantage normalization"); over all tokens of the
+    batch as in REINFORCE++ (Hu et al. 2025, arXiv:2501.03262, eq. 9), slime and Relax. Equal advantages become 0.0.
+
+    Args:
+      advantages: (K,) of some trained tokens.
+      moments: of all trained tokens of the optimizer batch.
+    """
+    if moments.low == moments.high:
+        return torch.zeros_like(advantages)
+    return (advantages - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

@@ -68,8 +68,8 @@ class Trainer(Protocol):
         Returns:
           Metrics by their slash-separated names: at least `train/loss`, `train/grad_norm`, `train/lr`,
           `train/entropy`, `train/ppo_kl`, `train/pg_clipfrac`, `train/rollout_logprob_abs_diff`, `train/n_tokens`.
-          All are finite but `train/rollout_logprob_abs_diff` and its mean, which are infinite where a recomputed
-          logprob isn't a number. Means of nothing, when every optimizer step was skipped, are 0.0.
+          All are finite but `train/rollout_logprob_abs_diff`, its mean and `train/rollout_kl`, which are infinite
+          where a recomputed logprob isn't a number. Means of nothing, when every optimizer step was skipped, are 0.0.
 
         Raises:
           TrainError: the rows cannot be trained on, or the training failed; the trainer is as before the phase.

@@ -77,6 +77,25 @@ def write_checkpoint(
     return target
 
 
+def prune(directory: Path, keep: int, disk: Disk | None = None) -> None:
+    """Remove all checkpoints but the latest and, of the others, the `keep` - 1 of the highest numbers. Blocking.
+
+    Killed at any point, it leaves complete checkpoints, and what the next save clears away.
+
+    Raises:
+      TrainError: one could not be removed.
+    """
+    disk = disk or Disk()
+    with boundary(TrainError, f"old checkpoints in {directory} could not be removed", OSError):
+        named = (directory / LATEST).read_text(encoding="utf-8").strip()
+        names = [path.name for path in directory.iterdir() if _STEP.fullmatch(path.name) and path.name != named]
+        names.sort(key=_number, reverse=True)
+        for name in names[keep - 1 :]:
+            doomed = directory / f".{name}.tmp"
+            disk.rename(directory / name, doomed)
+            disk.remove(doomed)
+
+
 def find_latest(directory: Path) -> Path | None:
     """Find the checkpoint to resume from.
 
@@ -167,9 +186,13 @@ def _candidates(directory: Path) -> Iterator[Path]:
     if _STEP.fullmatch(named):
         yield _place(directory, named)
     names = {match[1] or match[0] for path in directory.iterdir() if (match := _name(path))}
-    for name in sorted(names, key=lambda name: int(name.removeprefix("step_")), reverse=True):
+    for name in sorted(names, key=_number, reverse=True):
         if name != named:
             yield _place(directory, name)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("step_"))
 
 
 def _name(path: Path) -> re.Match[str] | None:

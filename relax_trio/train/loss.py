@@ -1,8 +1,7 @@
-"""The policy-gradient loss: pure functions on flat tensors of trained tokens.
+"""The policy-gradient losses of tokens: pure functions on flat tensors of trained tokens.
 
-The algorithm is the clipped surrogate of PPO with GRPO's critic-free advantage. What is left out: a value function, a
-second forward pass for "old" logprobs (those recorded at rollout are the old policy), KL terms, entropy bonus,
-whitening.
+Each gives the loss of every token, to be minimized; which of them a run uses, and what is added, is objective.py's.
+How tokens are weighed into one number is packing.py's. Left out: a value function.
 """
 
 from __future__ import annotations
@@ -15,52 +14,125 @@ MAX_LOG_RATIO = 20.0
 
 
 @frozen(kw_only=True, eq=False)
-class PolicyLoss:
-    """Loss of K trained tokens and what there is to say about them.
+class TokenLosses:
+    """Losses of K tokens.
 
     Attributes:
-      loss: () differentiable; the sum over tokens of weight times token loss.
-      ratio: (K,) detached, new over old probability.
-      clipped: (K,) bool, where the clipped branch is the larger loss: no gradient flows there.
-      log_ratio: (K,) detached, new minus old logprob, unbounded.
+      losses: (K,) differentiable.
+      ratios: (K,) detached, new over old probability; the sequence's where the loss is of sequences.
+      low, high: (K,) bool, where the lower or the upper bound of the ratio holds.
+      dual: (K,) bool, where the bound of the dual clip holds.
     """
 
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    clipped: torch.Tensor
-    log_ratio: torch.Tensor
+    losses: torch.Tensor
+    ratios: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    dual: torch.Tensor
 
 
-def clipped_policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
+def bounded_exp(log_ratios: torch.Tensor) -> torch.Tensor:
+    """exp, with the argument kept within `MAX_LOG_RATIO`; no gradient beyond."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def row_means(values: torch.Tensor, rows: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Mean of the tokens of each row, (n_rows,); 0.0 for a row without any. Differentiable.
+
+    Args:
+      values: (K,).
+      rows: (K,) int64, the row of each token, below `n_rows`.
+    """
+    totals = values.new_zeros(n_rows).index_add(0, rows, values)
+    counts = torch.bincount(rows, minlength=n_rows).clamp(min=1)
+    return totals / counts.to(totals)
+
+
+def sequence_log_ratios(log_ratios: torch.Tensor, rows: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """GSPO: the logarithm of the length-normalized ratio of a whole sequence, at each of its tokens.
+
+        s_i = (pi(y_i) / pi_old(y_i)) ^ (1 / |y_i|) = exp(mean over the tokens t of row i of (logp_t - old_t))
+
+    `clipped_losses` of it is GSPO's loss, with every token of a row at the same value.
+
+    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7. A sequence is a row, which is one context of a Session.
+
+    Args:
+      log_ratios: (K,) new minus old logprob; differentiable.
+      rows: (K,) int64 below `n_rows`.
+
+    Returns:
+      (K,), the same value at all tokens of a row.
+    """
+    return row_means(log_ratios, rows, n_rows)[rows]
+
+
+def clipped_losses(
+    log_ratios: torch.Tensor,
     advantages: torch.Tensor,
-    weights: torch.Tensor,
     *,
     eps_low: float,
     eps_high: float,
-) -> PolicyLoss:
-    """PPO's clipped surrogate with separate lower and upper bound.
+    dual_bound: float | None = None,
+) -> TokenLosses:
+    """PPO's clipped surrogate with separate lower and upper bound, and the dual clip.
 
-    L = sum_t w_t * max(-A_t * r_t, -A_t * clip(r_t, 1 - eps_low, 1 + eps_high)),  r_t = exp(logp_t - old_t)
+        r_t = exp(logp_t - old_t)
+        L_t = max(-A_t r_t, -A_t clip(r_t, 1 - eps_low, 1 + eps_high))
+        with a dual bound c, where A_t < 0:  L_t = min(L_t, -c A_t)
 
-    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7, as a loss to be minimized; the upper bound of its own is
-    "clip-higher" of DAPO (Yu et al. 2025, arXiv:2503.14476), eq. 10.
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7, as a loss; the upper bound of its own is "clip-higher" of
+    DAPO (Yu et al. 2025, arXiv:2503.14476), eq. 10; the dual clip is Ye et al. 2020 (arXiv:1912.09729), eq. 5.
 
     Args:
-      logprobs: (K,) float, of the policy being trained; differentiable.
-      old_logprobs: (K,) float, recorded at rollout.
-      advantages: (K,) float.
-      weights: (K,) float, see `packing.row_weights`. The normalizer is not among them: it divides the sum over all
-        micro-batches of the optimizer step, when the last of them is there.
+      log_ratios: (K,) new minus old logprob; differentiable.
+      advantages: (K,).
+      eps_low, eps_high: clip range of the ratio below and above 1.
+      dual_bound: c > 1; None: no dual clip.
+    """
+    ratios = bounded_exp(log_ratios)
+    plain = -advantages * ratios
+    bounded = -advantages * ratios.clamp(1.0 - eps_low, 1.0 + eps_high)
+    losses = torch.maximum(plain, bounded)
+    clipped = (bounded > plain).detach()
+    dual = torch.zeros_like(clipped)
+    if dual_bound is not None:
+        ceiling = -dual_bound * advantages
+        dual = ((advantages < 0) & (ceiling < losses)).detach()
+        losses = torch.where(dual, ceiling, losses)
+    return TokenLosses(
+        losses=losses,
+        ratios=ratios.detach(),
+        low=clipped & (advantages < 0),
+        high=clipped & (advantages > 0),
+        dual=dual,
+    )
+
+
+def truncated_policy_losses(
+    logprobs: torch.Tensor, log_ratios: torch.Tensor, advantages: torch.Tensor, *, eps_low: float, eps_high: float
+) -> TokenLosses:
+    """CISPO: the clipped ratio is a weight without gradient, so that no token loses its gradient.
+
+        L_t = -stop(clip(r_t, 1 - eps_low, 1 + eps_high)) A_t logp_t
+
+    Source: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5. The paper leaves the lower side open: `eps_low` of 1 or more.
+
+    Args:
+      logprobs: (K,) of the policy being trained; differentiable.
+      log_ratios: (K,) new minus old logprob; no gradient flows here.
+      advantages: (K,).
       eps_low, eps_high: clip range of the ratio below and above 1.
     """
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
-    loss = (weights * torch.maximum(plain, bounded)).sum()
-    return PolicyLoss(loss=loss, ratio=ratio.detach(), clipped=(bounded > plain).detach(), log_ratio=log_ratio.detach())
+    ratios = bounded_exp(log_ratios.detach())
+    coefficients = ratios.clamp(1.0 - eps_low, 1.0 + eps_high)
+    return TokenLosses(
+        losses=-coefficients * advantages * logprobs,
+        ratios=ratios,
+        low=ratios < 1.0 - eps_low,
+        high=ratios > 1.0 + eps_high,
+        dual=torch.zeros_like(ratios, dtype=torch.bool),
+    )
 
 
 def kl_sum(log_ratio: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -70,6 +142,6 @@ def kl_sum(log_ratio: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
     Args:
       log_ratio: (K,) new minus old logprob.
-      weights: (K,) as of the loss, see `clipped_policy_loss`.
+      weights: (K,), see `packing.row_weights`.
     """
     return -(weights * log_ratio).sum()

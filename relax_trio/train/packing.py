@@ -1,7 +1,7 @@
-"""Rows of a rollout step → optimizer batches → padded micro-batches, with the loss weight of every trained token.
+"""Rows of a rollout step → optimizer batches → micro-batches, with the loss weight of every trained token.
 
-Covered: which rows share an optimizer step, how much each token counts, the order of rows, right-padding. Not covered:
-the loss itself, devices, packing without padding.
+Covered: which rows share an optimizer step, how much each token counts, the order of rows, rows one after the other
+without padding or one above the other with it. Not covered: the loss itself, devices, attention (attention.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,44 @@ from attrs import frozen
 from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError
 from relax_trio.train.advantage import token_advantages
+from relax_trio.train.binning import balanced_bins, padded_bins
 
 PAD_ID = 0
 """Fills rows on the right. Causal attention never looks there from a real token, so any valid id does."""
 
 
+@frozen(kw_only=True)
+class MicroBatching:
+    """How the rows of an optimizer step are divided among forward passes.
+
+    Attributes:
+      size: most rows of a micro-batch, without `max_tokens`.
+      max_tokens: most tokens of a micro-batch, which then takes any number of rows; a longer row is alone in one.
+      packed: rows stand one after the other without padding; only with `max_tokens`.
+      multiple: processes that share the micro-batches: as many a process, where `packed` and there are rows enough.
+    """
+
+    size: int = 8
+    max_tokens: int | None = None
+    packed: bool = False
+    multiple: int = 1
+
+    def bins(self, lens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Positions of the rows of each micro-batch, for rows of `lens` tokens."""
+        if self.max_tokens is None:
+            order = sorted(range(len(lens)), key=lambda row: -lens[row])
+            return [tuple(order[start : start + self.size]) for start in range(0, len(order), self.size)]
+        if self.packed:
+            return balanced_bins(lens, self.max_tokens, multiple=self.multiple)
+        return padded_bins(lens, self.max_tokens)
+
+
 @frozen(kw_only=True, eq=False)
 class Batch:
-    """One micro-batch: B rows, right-padded to T tokens.
+    """One micro-batch of R rows: right-padded (B = R rows of T tokens), or packed (B = 1, rows one after the other).
 
-    A value at [b, t] belongs to the token at [b, t]; the logits that predict it stand at t - 1. Column 0 is never
-    trained.
+    A value at [b, t] belongs to the token at [b, t]; the logits that predict it stand at t - 1. The first token of a
+    row is never trained, so in a packed batch too they are of the same row. K is the number of trained tokens.
 
     Attributes:
       ids: (B, T) int64, `PAD_ID` on the right.
@@ -35,7 +62,9 @@ class Batch:
       rollout_logprobs: (B, T) float64, log probability of the token when it was sampled; 0.0 off the mask.
       advantages: (B, T) float64, 0.0 off the mask.
       weights: (B, T) float64, weight of the token in the undivided loss, see `row_weights`; 0.0 off the mask.
-      rows: for each of the B rows its position among the rows that were packed.
+      rows: for each of the R rows its position among the rows that were packed.
+      row_lens: tokens of each of the R rows.
+      is_packed: rows stand one after the other, T = sum of `row_lens`.
     """
 
     ids: torch.Tensor
@@ -44,6 +73,23 @@ class Batch:
     advantages: torch.Tensor
     weights: torch.Tensor
     rows: tuple[int, ...]
+    row_lens: tuple[int, ...]
+    is_packed: bool = False
+
+    @property
+    def token_rows(self) -> torch.Tensor:
+        """(K,) int64: for each trained token which of the R rows it is of, in row-major order of `loss_mask`."""
+        if not self.is_packed:
+            return self.loss_mask.nonzero()[:, 0]
+        of_place = torch.repeat_interleave(torch.tensor(self.row_lens, dtype=torch.int64))  # (T,)
+        return of_place[self.loss_mask[0]]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(1, T) or (B, T) int64: place of each token in its row."""
+        if not self.is_packed:
+            return torch.arange(self.ids.shape[1])[None].expand(self.ids.shape)
+        return torch.cat([torch.arange(n) for n in (0, *self.row_lens)])[None]
 
 
 def row_order(samples: Sequence[Sample]) -> list[Sample]:
@@ -110,17 +156,17 @@ def loss_normalizer(samples: Sequence[Sample], *, per_token: bool) -> int:
     return sum(n_of_session.values()) if per_token else sum(1 for n in n_of_session.values() if n)
 
 
-def micro_batches(samples: Sequence[Sample], weights: Sequence[float], size: int) -> list[Batch]:
-    """Pack rows of one optimizer step into micro-batches of at most `size` rows, longest rows first.
+def micro_batches(samples: Sequence[Sample], weights: Sequence[float], batching: MicroBatching) -> list[Batch]:
+    """Divide the rows of one optimizer step among micro-batches.
 
-    Rows of like length share a micro-batch, so that little is padded; ties keep their order, so that the result is a
-    function of the arguments. Rows without trained tokens are left out, as is all that follows a row's last trained
-    token: neither can change the loss.
+    Rows of like length share a padded micro-batch, so that little is padded; packed ones have none. Ties keep their
+    order, so that the result is a function of the arguments. Rows without trained tokens are left out, as is all that
+    follows a row's last trained token: neither can change the loss.
 
     Args:
       samples: the rows.
       weights: one per row, from `row_weights` over the same rows.
-      size: rows per micro-batch.
+      batching: their division.
 
     Raises:
       TrainError: a row's lengths disagree, a value is not finite, or it has no credit.
@@ -128,11 +174,18 @@ def micro_batches(samples: Sequence[Sample], weights: Sequence[float], size: int
     for sample in samples:
         check_sample(sample)
     trained = [position for position, sample in enumerate(samples) if any(sample.loss_mask)]
-    lens = {position: _trained_len(samples[position]) for position in trained}
-    trained.sort(key=lambda position: -lens[position])
+    lens = [_trained_len(samples[position]) for position in trained]
+    put = _pack if batching.packed else _pad
     return [
-        _pad(samples, weights, tuple(trained[start : start + size]), lens) for start in range(0, len(trained), size)
+        put(samples, weights, tuple(trained[place] for place in places), tuple(lens[place] for place in places))
+        for places in batching.bins(lens)
+        if places
     ]
+
+
+def idle_batch() -> Batch:
+    """A micro-batch of one row without a trained token, for a process that has to take part without rows."""
+    return _empty((1, 2), (), (2,), is_packed=False)
 
 
 def check_sample(sample: Sample) -> None:
@@ -167,29 +220,48 @@ def _trained_len(sample: Sample) -> int:
     return len(sample.tokens) - sample.response_length + last + 1
 
 
-def _pad(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, ...], lens: dict[int, int]) -> Batch:
-    shape = (len(rows), max(lens[row] for row in rows))
-    ids = torch.full(shape, PAD_ID, dtype=torch.int64)
-    loss_mask = torch.zeros(shape, dtype=torch.bool)
-    logprobs = torch.zeros(shape, dtype=torch.float64)
-    advantages = torch.zeros(shape, dtype=torch.float64)
-    for b, row in enumerate(rows):
-        sample, end = samples[row], lens[row]
-        start = len(sample.tokens) - sample.response_length
-        # Copies into packed arrays: hooks may have left lists, and torch reads the arrays' memory.
-        ids[b, :end] = torch.frombuffer(array("i", sample.tokens), dtype=torch.int32)[:end]
-        loss_mask[b, start:end] = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)[: end - start] != 0
-        rollout = array("d", sample.rollout_log_probs)
-        logprobs[b, start:end] = torch.frombuffer(rollout, dtype=torch.float64)[: end - start]
-        advantages[b, start:end] = torch.frombuffer(token_advantages(sample), dtype=torch.float64)[: end - start]
-        if not bool(torch.isfinite(logprobs[b]).all()):
-            raise TrainError(f"session {sample.place}: a rollout logprob is not finite")
-    row_weight = torch.tensor([weights[row] for row in rows], dtype=torch.float64)  # (B,)
+def _pad(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, ...], lens: tuple[int, ...]) -> Batch:
+    batch = _empty((len(rows), max(lens)), rows, lens, is_packed=False)
+    for b, (row, n) in enumerate(zip(rows, lens, strict=True)):
+        _fill(batch, b, slice(0, n), samples[row], weights[row])
+    return batch
+
+
+def _pack(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, ...], lens: tuple[int, ...]) -> Batch:
+    batch = _empty((1, sum(lens)), rows, lens, is_packed=True)
+    begin = 0
+    for row, n in zip(rows, lens, strict=True):
+        _fill(batch, 0, slice(begin, begin + n), samples[row], weights[row])
+        begin += n
+    return batch
+
+
+def _empty(shape: tuple[int, int], rows: tuple[int, ...], lens: tuple[int, ...], *, is_packed: bool) -> Batch:
     return Batch(
-        ids=ids,
-        loss_mask=loss_mask,
-        rollout_logprobs=logprobs * loss_mask,
-        advantages=advantages,
-        weights=row_weight[:, None] * loss_mask,
+        ids=torch.full(shape, PAD_ID, dtype=torch.int64),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(shape, dtype=torch.float64),
+        advantages=torch.zeros(shape, dtype=torch.float64),
+        weights=torch.zeros(shape, dtype=torch.float64),
         rows=rows,
+        row_lens=lens,
+        is_packed=is_packed,
     )
+
+
+def _fill(batch: Batch, b: int, place: slice, sample: Sample, weight: float) -> None:
+    """Write the first tokens of a row into `place` of row b of the tensors."""
+    n = place.stop - place.start
+    prompt_len = len(sample.tokens) - sample.response_length
+    # Copies into packed arrays: hooks may have left lists, and torch reads the arrays' memory.
+    batch.ids[b, place] = torch.frombuffer(array("i", sample.tokens), dtype=torch.int32)[:n]
+    response = slice(place.start + prompt_len, place.stop)
+    n_response = n - prompt_len
+    mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)[:n_response] != 0
+    logprobs = torch.frombuffer(array("d", sample.rollout_log_probs), dtype=torch.float64)[:n_response]
+    if not bool(torch.isfinite(logprobs).all()):
+        raise TrainError(f"session {sample.place}: a rollout logprob is not finite")
+    batch.loss_mask[b, response] = mask
+    batch.rollout_logprobs[b, response] = logprobs * mask
+    batch.advantages[b, response] = torch.frombuffer(token_advantages(sample), dtype=torch.float64)[:n_response]
+    batch.weights[b, response] = mask.double() * weight

@@ -20,7 +20,9 @@ from relax_trio.train.packing import (
     row_weights,
     split_optimizer_batches,
 )
-from relax_trio.train.stats import PhaseReport, PhaseResult, StepStats
+from relax_trio.train.settings import TrainerSettings
+from relax_trio.train.stats import PhaseReport, PhaseResult, StepStats, staleness
+from relax_trio.train.targets import Targets, advantage_moments, make_targets
 from relax_trio.train.update import Updater
 
 
@@ -50,12 +52,13 @@ class _Share:
 
     Attributes:
       batches: none where no row has a trained token.
-      normalizer: their part of the optimizer step's.
+      normalizer, divisor: their part of the optimizer step's, see `StepStats`.
       n_sessions: Sessions among them, those without a trained token included.
     """
 
     batches: list[Batch]
     normalizer: int
+    divisor: int
     n_sessions: int
 
 
@@ -86,21 +89,25 @@ class OpenPhase:
           check_stop: raises to give the phase up; asked between micro-batches.
 
         Raises:
-          TrainError: malformed rows, or rows of a Session that had its turn.
+          TrainError: malformed rows, rows of a Session that had its turn, or a part of an optimizer batch where
+            advantages are whitened over the whole of it.
 
-        The gap to rollout (`GAP_METRICS`) of the rows behind an optimizer step of this call is taken before it: they
-        are scored once more for it, without gradients.
+        The gap to rollout (`GAP_METRICS`) of the rows behind an optimizer step of this call is taken before it, as are
+        the logprobs of the old policy where they aren't rollout's: these rows are scored once more for it, without
+        gradients.
         """
         rows = row_order(samples) if self._settings.deterministic else list(samples)
         self._check_sessions(rows)
         shares = self._divide(rows)
         self._updater.check_vocabulary([batch for share in shares for batch in share.batches])
         self._report.n_samples += len(rows)
-        behind = [batch for share in shares[1:] for batch in share.batches]
-        self._report.gap.join(self._updater.gap(behind, check_stop))
-        for position, share in enumerate(shares):
-            stats = StepStats(normalizer=share.normalizer)
-            self._updater.accumulate(share.batches, stats, check_stop)
+        self._report.staleness.join(staleness(rows, self._updater.n_phases))
+        targets = [self._targets(share, check_stop, is_behind=position > 0) for position, share in enumerate(shares)]
+        for position, (share, of_share) in enumerate(zip(shares, targets, strict=True)):
+            stats = StepStats(
+                normalizer=share.normalizer, divisor=share.divisor, advantages=advantage_moments(of_share)
+            )
+            self._updater.accumulate(of_share, stats, check_stop)
             if position == 0:
                 # No weight has changed in this call, so the gap seen in training is as good as one taken apart.
                 self._report.gap.join(stats.gap)
@@ -128,16 +135,32 @@ class OpenPhase:
 
     def _divide(self, rows: Sequence[Sample]) -> list[_Share]:
         """Pack rows for the optimizer step whose rows are coming in and for those behind it."""
-        train = self._settings.train
-        per_token = train.calculate_per_token_loss
+        settings, train = self._settings, self._settings.train
+        if train.normalize_advantages and self._n_sessions:
+            raise TrainError("advantages are whitened over an optimizer batch; hand over all of its rows together")
+        per_token = settings.per_token
+        shares = split_optimizer_batches(rows, train.global_batch_size, n_begun=self._n_sessions)
         return [
             _Share(
-                batches=micro_batches(share, row_weights(share, per_token=per_token), train.micro_batch_size),
+                batches=micro_batches(share, row_weights(share, per_token=per_token), self._updater.batching),
                 normalizer=loss_normalizer(share, per_token=per_token),
+                divisor=loss_divisor(share, settings),
                 n_sessions=len({sample.index for sample in share}),
             )
-            for share in split_optimizer_batches(rows, train.global_batch_size, n_begun=self._n_sessions)
+            for share in shares
         ]
+
+    def _targets(self, share: _Share, check_stop: Callable[[], None], *, is_behind: bool) -> list[Targets]:
+        """What the loss of a share is made of, under the weights as they are; `is_behind`: behind an optimizer step."""
+        updater, train = self._updater, self._settings.train
+        own = None
+        if is_behind or (train.kl_coef and not train.takes_rollout_logprobs):
+            own = updater.score(share.batches, check_stop)
+        if own is not None and is_behind:
+            for batch, logprobs in zip(share.batches, own, strict=True):
+                self._report.gap.add(logprobs - batch.rollout_logprobs[batch.loss_mask].to(logprobs))
+        ref = None if updater.reference is None else updater.reference.score(share.batches, check_stop)
+        return make_targets(share.batches, self._settings, own=own, ref=ref)
 
     def _step(self) -> None:
         """Make the optimizer step of the rows so far; none where none of them has a trained token."""
@@ -154,3 +177,14 @@ class OpenPhase:
                 "hand over all contexts of a Session together"
             )
         self._seen |= {sample.index for sample in rows}
+
+
+def loss_divisor(samples: Sequence[Sample], settings: TrainerSettings) -> int:
+    """What gradient and loss of these rows are divided by; it adds up over rows as `packing.loss_normalizer` does.
+
+    Session mean: the Sessions that have a trained token. Token mean: the trained tokens. Dr. GRPO: Sessions times a
+    constant, so that no Session counts by its length (Liu et al. 2025, arXiv:2503.20783, section 3.3).
+    """
+    if settings.estimator == "dr_grpo":
+        return settings.token_budget * loss_normalizer(samples, per_token=False)
+    return loss_normalizer(samples, per_token=settings.per_token)

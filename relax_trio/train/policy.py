@@ -1,83 +1,66 @@
 """What a causal LM says about recorded tokens: their logprobs and the entropy at their positions.
 
-Owns the distribution that logprobs are taken of and the saving of work: logits exist only at trained positions, and
-only a chunk of them at a time. Knows nothing of losses and optimizers.
+Owns how a batch goes through the model. Logits exist only at trained positions, and only a chunk of them at a time
+(head.py); packed rows see themselves only (attention.py). Knows nothing of losses and optimizers.
 """
 
 from __future__ import annotations
 
-import torch
-from attrs import frozen
-from torch.utils.checkpoint import checkpoint
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
-from relax_trio.config.tree import RolloutConfig
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from relax_trio.config.tree import TrainConfig
+from relax_trio.errors import ConfigError
+from relax_trio.train.attention import Attention, is_flash, row_kwargs, set_attention
+from relax_trio.train.head import CHUNK_ELEMENTS, Distribution, Head, find_head
 from relax_trio.train.packing import Batch
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits alive at once, in elements: 256 MiB of float32, about 440 positions of a 150 k vocabulary."""
-
-
-@frozen(kw_only=True)
-class Distribution:
-    """The distribution that rollout sampled from, so that training takes logprobs of the same one.
-
-    Attributes:
-      temperature: logits are divided by it; more than 0.
-      top_p: nucleus mass, 1.0: all.
-      top_k: k likeliest tokens, -1: all.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-
-    @classmethod
-    def of_rollout(cls, rollout: RolloutConfig) -> Distribution:
-        """What the rollout's logprobs are of. Greedy rollout records those of the plain softmax."""
-        if rollout.rollout_temperature == 0:
-            return cls()
-        return cls(temperature=rollout.rollout_temperature, top_p=rollout.rollout_top_p, top_k=rollout.rollout_top_k)
-
-    def log_softmax(self, logits: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-        """Log probabilities of every token.
-
-        Under top-p or top-k the support is that of the current logits and always holds the recorded token: after an
-        optimizer step it may have left the nucleus, and log 0 has no gradient.
-
-        Args:
-          logits: (K, V) float, raw.
-          recorded: (K,) int64.
-
-        Returns:
-          (K, V) float32 (float64 if the logits are), -inf outside the support.
-        """
-        scaled = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
-        if self.top_p < 1.0 or 0 < self.top_k < scaled.shape[-1]:
-            scaled = scaled.masked_fill(~self._support(scaled.detach(), recorded), float("-inf"))
-        return scaled.log_softmax(dim=-1)
-
-    def _support(self, scaled: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-        """(K, V) bool: the k likeliest, of those the smallest set whose mass reaches top-p, and the recorded token."""
-        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-        if self.top_k > 0:
-            ordered[:, self.top_k :] = float("-inf")
-        keep = ordered > float("-inf")
-        if self.top_p < 1.0:
-            probs = ordered.double().softmax(dim=-1)
-            keep &= probs.cumsum(dim=-1) - probs < self.top_p  # mass before the token
-        return torch.zeros_like(keep).scatter(1, order, keep).scatter(1, recorded[:, None], True)
+__all__ = ["Distribution", "Policy", "make_policy"]
 
 
 class Policy:
     """A causal LM seen through the tokens of a batch.
 
     The model stays in evaluation mode, in training too: dropout would make the ratio to the rollout policy noise.
+
+    Attributes:
+      model: the causal LM; its attention is changed to one that gives the same numbers.
+      packs: whether rows may stand one after the other in a batch.
+      scorer: the module whose forward pass a score is.
     """
 
-    def __init__(self, model: torch.nn.Module, *, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        attention: Attention = "auto",
+        half: bool = False,
+        recompute_layers: bool = False,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        """Take over a model.
+
+        Args:
+          model: its weights stay in the type they have.
+          attention: see `attention.set_attention`.
+          half: forward and backward passes in bfloat16 where autocast finds that safe; gradients as the weights.
+          recompute_layers: keep only the inputs of layers for the backward pass.
+          chunk_elements: logits alive at once, in elements.
+
+        Raises:
+          ConfigError: the model's layers can't be recomputed one by one, or FlashAttention isn't there.
+        """
         self.model = model.eval()
-        self._chunk_elements = chunk_elements
-        self._parts = _body_and_head(model)
+        self.packs = set_attention(model, attention if half else _exact(attention))
+        self._half = half
+        self.scorer = _Scorer(model, find_head(model), chunk_elements)
+        if recompute_layers:
+            _recompute(model)
 
     @property
     def device(self) -> torch.device:
@@ -94,55 +77,93 @@ class Policy:
         """Logprob of each trained token and entropy of the distribution it was drawn from.
 
         Returns:
-          (logprobs, entropy), each (K,) in row-major order of `batch.loss_mask`; the entropy in nats, detached.
+          (logprobs, entropy), each (K,) in row-major order of `batch.loss_mask`, differentiable; the entropy in nats.
         """
-        ids = batch.ids.to(self.device)  # (B, T)
-        picked = batch.loss_mask[:, 1:].to(self.device)  # (B, T-1) position of the logits, one before the token
-        recorded = ids[:, 1:][picked]  # (K,)
-        if self._parts is None:
-            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits[picked]  # (K, V)
-            return _score(logits, recorded, distribution)
-        body, head = self._parts
-        hidden = body(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[picked]  # (K, H)
-        size = max(1, self._chunk_elements // head.out_features)
-        if len(recorded) <= size:
-            return _score(head(hidden), recorded, distribution)
-        parts = [
-            checkpoint(_score_hidden, head, some, ids_, distribution, use_reentrant=False)
-            for some, ids_ in zip(torch.split(hidden, size), torch.split(recorded, size), strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        assert self.packs or not batch.is_packed, "rows of this model can't be packed"
+        device = self.device
+        ids = batch.ids.to(device)  # (B, T)
+        picked = batch.loss_mask[:, 1:].to(device)  # (B, T-1) position of the logits, one before the token
+        kwargs: dict[str, Any] = {}
+        if batch.is_packed:
+            # The last token is no input; it is the last of the last row.
+            lens = (*batch.row_lens[:-1], batch.row_lens[-1] - 1)
+            kwargs = {"position_ids": batch.positions[:, :-1].to(device), **row_kwargs(lens, device)}
+        with self._precision(device):
+            scored: tuple[torch.Tensor, torch.Tensor] = self.scorer(
+                ids[:, :-1], picked, ids[:, 1:][picked], distribution, kwargs
+            )
+        return scored
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[object]:
+        return torch.autocast(device.type, torch.bfloat16) if self._half or is_flash(self.model) else nullcontext()
 
 
-def _score_hidden(
-    head: torch.nn.Module, hidden: torch.Tensor, recorded: torch.Tensor, distribution: Distribution
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _score(head(hidden), recorded, distribution)
+def make_policy(model: torch.nn.Module, train: TrainConfig) -> Policy:
+    """The policy that the flags of training ask for.
+
+    Raises:
+      ConfigError: see `Policy`.
+    """
+    attention: Any = train.attn_implementation  # its choices are those of the type
+    return Policy(
+        model,
+        attention=attention,
+        half=train.train_dtype == "bfloat16",
+        recompute_layers=train.gradient_checkpointing,
+    )
 
 
-def _score(
+class _Scorer(torch.nn.Module):
+    """The forward pass of a score as one module, so that whoever shards weights sees all uses of them inside it."""
+
+    def __init__(
+        self, model: torch.nn.Module, halves: tuple[torch.nn.Module, Head] | None, chunk_elements: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # A plain tuple, so that the body isn't registered a second time.
+        self._halves = halves
+        self._chunk_elements = chunk_elements
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        picked: torch.Tensor,
+        recorded: torch.Tensor,
+        distribution: Distribution,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score (B, T) `ids` at `picked` (B, T), where the next tokens are `recorded` (K,)."""
+        if self._halves is None:
+            logits = self.model(input_ids=ids, use_cache=False, **kwargs).logits[picked]  # (K, V)
+            return _score_logits(logits, recorded, distribution)
+        body, head = self._halves
+        hidden = body(input_ids=ids, use_cache=False, **kwargs).last_hidden_state[picked]  # (K, H)
+        return head.score(hidden, recorded, distribution, chunk_elements=self._chunk_elements)
+
+
+def _score_logits(
     logits: torch.Tensor, recorded: torch.Tensor, distribution: Distribution
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from logits, for a model whose head isn't known."""
     log_probs = distribution.log_softmax(logits, recorded)  # (K, V)
-    with torch.no_grad():
-        entropy = torch.special.entr(log_probs.exp()).sum(dim=-1)  # (K,); entr(0) = 0
+    finite = log_probs.clamp(min=-1e30)  # off the support a probability of 0 has to make it 0
+    entropy = -(finite.exp() * finite).sum(dim=-1)  # (K,)
     return log_probs.gather(1, recorded[:, None])[:, 0], entropy
 
 
-def _body_and_head(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Linear] | None:
-    """The two halves of a model whose logits are head(body(ids)), or None.
+def _exact(attention: Attention) -> Attention:
+    """FlashAttention works in half precision: in full precision it isn't chosen unasked."""
+    return "sdpa" if attention == "auto" else attention
 
-    Some models scale or cap logits after the head, so the claim is tried on a few tokens instead of believed.
+
+def _recompute(model: torch.nn.Module) -> None:
+    """Have each layer compute its inside anew in the backward pass.
+
+    Not by transformers' own switch: that one needs training mode, and with it comes dropout.
     """
-    body = getattr(model, "base_model", None)
-    head_of = getattr(model, "get_output_embeddings", None)
-    head = head_of() if callable(head_of) else None
-    if not isinstance(body, torch.nn.Module) or body is model or not isinstance(head, torch.nn.Linear):
-        return None
-    ids = torch.arange(min(8, head.out_features), device=head.weight.device)[None]  # (1, 8)
-    with torch.no_grad():
-        hidden = getattr(body(input_ids=ids, use_cache=False), "last_hidden_state", None)
-        if hidden is None:
-            return None
-        same = torch.allclose(head(hidden), model(input_ids=ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
-    return (body, head) if same else None
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError("--gradient-checkpointing: this model doesn't say what its layers are; leave the flag out")
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

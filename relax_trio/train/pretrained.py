@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -27,11 +28,17 @@ def load_model(path: Path, device: torch.device) -> torch.nn.Module:
     return model.to(device)
 
 
-def save_model(model: torch.nn.Module, directory: Path) -> None:
-    """Write weights and model configuration into `directory`. Blocking.
+def save_model(model: torch.nn.Module, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write weights and model configuration into `directory`, as a plain model. Blocking.
+
+    Args:
+      model: gives the configuration and what is no parameter.
+      tensors: its parameters, see `weights.snapshot`.
 
     Raises:
       OSError, RuntimeError, SafetensorError: a file could not be written.
     """
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
     with no_progress_bars():
-        model.save_pretrained(directory)  # type: ignore[operator]
+        model.save_pretrained(directory, state_dict={**tensors, **buffers})  # type: ignore[operator]

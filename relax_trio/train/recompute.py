@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from relax_trio.data.sample import Sample
-from relax_trio.train.packing import micro_batches
+from relax_trio.train.packing import MicroBatching, micro_batches
 from relax_trio.train.policy import Distribution, Policy
 from relax_trio.train.pretrained import default_device, load_model
 
@@ -45,7 +45,7 @@ def recompute_logprobs(
     distribution = Distribution() if greedy else Distribution(temperature=temperature, top_p=top_p, top_k=top_k)
     rows = [evolve(sample, advantage=0.0) for sample in samples]
     found = [array("d", [0.0]) * sample.response_length for sample in samples]
-    for batch in micro_batches(rows, [1.0] * len(rows), micro_batch_size):
+    for batch in micro_batches(rows, [1.0] * len(rows), MicroBatching(size=micro_batch_size)):
         with torch.no_grad():
             logprobs = policy.score(batch, distribution)[0].double().cpu()  # (K,) row by row
         values = iter(logprobs.tolist())

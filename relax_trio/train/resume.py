@@ -6,15 +6,19 @@ Reads and writes plain files in a directory it is given; that the directory appe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from attrs import frozen
 from safetensors import SafetensorError
 
+from relax_trio.data.json import JsonObject
 from relax_trio.errors import ConfigError, TrainError, boundary
-from relax_trio.train.checkpoint import verify
+from relax_trio.train.checkpoint import prune, step_name, verify, write_checkpoint
+from relax_trio.train.lora import ADAPTER_DIR, has_adapter, save_adapter
 from relax_trio.train.pretrained import save_model
 from relax_trio.train.update import Updater
 
@@ -48,26 +52,79 @@ def read_companions(source: Path) -> dict[str, bytes]:
         return {file.relative_to(source).as_posix(): file.read_bytes() for file in files}
 
 
-def write_payload(directory: Path, updater: Updater, companions: Mapping[str, bytes]) -> None:
+@frozen(kw_only=True, eq=False)
+class Payload:
+    """What is saved of an updater, with whole tensors.
+
+    Attributes:
+      model: gives configuration and buffers.
+      tensors: the plain model's parameters.
+      adapter: the model's parameters by its own names, the adapter's among them; None without one.
+      trainer: content of `TRAINER`.
+    """
+
+    model: torch.nn.Module
+    tensors: Mapping[str, torch.Tensor]
+    adapter: Mapping[str, torch.Tensor] | None
+    trainer: dict[str, Any]
+
+
+def make_payload(updater: Updater) -> Payload:
+    """Gather what a checkpoint holds; every process of the updater's team has to call it.
+
+    Raises:
+      TrainError: a phase is open.
+    """
+    if updater.in_phase:
+        raise TrainError("no checkpoint: the optimizer phase under way is neither complete nor undone")
+    model, team = updater.policy.model, updater.team
+    tensors = updater.weights.tensors
+    assert tensors is not None, "a snapshot has tensors"
+    adapter = team.whole(dict(model.named_parameters())) if has_adapter(model) else None
+    trainer = {"updater": team.whole(updater.state()), "rng": _rng_state()}
+    return Payload(model=model, tensors=tensors, adapter=adapter, trainer=trainer)
+
+
+def write_payload(directory: Path, payload: Payload, companions: Mapping[str, bytes]) -> None:
     """Write model, tokenizer and trainer state into `directory`. Blocking.
 
     Args:
       directory: empty and existing.
-      updater: what is saved; between two phases.
+      payload: from `make_payload`.
       companions: from `read_companions`.
 
     Raises:
-      TrainError: a file could not be written, or a phase is open.
+      TrainError: a file could not be written.
     """
-    if updater.in_phase:
-        raise TrainError(f"checkpoint in {directory}: the optimizer phase under way is neither complete nor undone")
     with boundary(TrainError, f"checkpoint in {directory}", OSError, RuntimeError, SafetensorError):
-        save_model(updater.policy.model, directory)
+        save_model(payload.model, directory, payload.tensors)
+        if payload.adapter is not None:
+            save_adapter(payload.model, payload.adapter, directory / ADAPTER_DIR)
         for name, content in companions.items():
             file = directory / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        torch.save({"updater": updater.state(), "rng": _rng_state()}, directory / TRAINER)
+        torch.save(payload.trainer, directory / TRAINER)
+
+
+def save_updater(updater: Updater, companions: Mapping[str, bytes], directory: Path, state: JsonObject) -> Path:
+    """Write the checkpoint of an updater under `directory`. Blocking; every process of its team has to call it.
+
+    Returns:
+      Where it is; only the first process writes it.
+
+    Raises:
+      TrainError: it could not be written, or a phase is open.
+    """
+    payload = make_payload(updater)
+    if updater.team.rank:
+        return directory / step_name(updater.n_phases)
+    write = partial(write_payload, payload=payload, companions=companions)
+    path = write_checkpoint(directory, updater.n_phases, write, state)
+    keep = updater.settings.train.save_keep_last
+    if keep is not None:
+        prune(directory, keep)
+    return path
 
 
 def restore(updater: Updater, path: Path) -> None:

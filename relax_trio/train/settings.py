@@ -21,6 +21,8 @@ class TrainerSettings:
       deterministic: rows are trained in the order of Groups and Sessions, not of their ending.
       n_total: optimizer steps of the whole run, for a decay; None with the constant schedule.
       device: where the model is trained.
+      estimator: `--advantage-estimator`.
+      token_budget: tokens that the loss of a Session is divided by with `dr_grpo`.
     """
 
     train: TrainConfig
@@ -28,9 +30,16 @@ class TrainerSettings:
     deterministic: bool = False
     n_total: int | None = None
     device: torch.device = field(factory=default_device)
+    estimator: str = "grpo"
+    token_budget: int = 1024
 
     def __attrs_post_init__(self) -> None:
         learning_rate(self.train, self.train.lr_warmup_iters, self.n_total)  # refuses a decay without an end
+
+    @property
+    def per_token(self) -> bool:
+        """Whether tokens weigh alike, whatever Session they are of; with `dr_grpo` too, which divides by a constant."""
+        return self.train.calculate_per_token_loss or self.estimator == "dr_grpo"
 
     @classmethod
     def of_config(cls, config: Config, n_rollout: int | None = None) -> TrainerSettings:
@@ -49,4 +58,6 @@ class TrainerSettings:
             distribution=Distribution.of_rollout(config.rollout),
             deterministic=config.rollout.deterministic,
             n_total=None if n_steps is None else n_optimizer_steps(config.rollout, config.train, n_steps),
+            estimator=config.reward.advantage_estimator,
+            token_budget=config.rollout.rollout_max_response_len,
         )

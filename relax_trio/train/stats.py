@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import define, field, frozen
 
-GAP_METRICS = ("train/rollout_logprob_abs_diff", "train/rollout_logprob_abs_diff_mean")
-"""Largest and mean |training − rollout| logprob of a phase; infinite, as no other metric, where one isn't finite.
+from relax_trio.data.sample import Sample
+from relax_trio.train.advantage import Moments
+from relax_trio.train.kl import kl_estimate
+
+GAP_METRICS = ("train/rollout_logprob_abs_diff", "train/rollout_logprob_abs_diff_mean", "train/rollout_kl")
+"""Largest and mean |training − rollout| logprob of a phase, and KL(rollout || training) by estimator k3.
+
+They are infinite, as no other metric, where a logprob isn't finite.
 
 It is taken under the weights that a row met when it was handed over. A phase that gets all its rows at once takes it
 before any weight changes; in one that gets them in batches, the rows behind its first optimizer step are measured
@@ -24,23 +30,41 @@ class Gap:
     Attributes:
       largest: infinite where a token's gap is not a finite number.
       total: sum over the tokens, infinite likewise.
+      divergence: sum of k3 over the tokens, in nats, infinite likewise.
       n_tokens: trained tokens.
     """
 
     largest: float = 0.0
     total: float = 0.0
+    divergence: float = 0.0
     n_tokens: int = 0
 
     def add(self, log_ratio: torch.Tensor) -> None:
         """Add (K,) training minus rollout logprobs."""
+        if not len(log_ratio):
+            return
         gap = log_ratio.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        self.join(Gap(largest=float(gap.max()), total=float(gap.sum()), n_tokens=len(gap)))
+        # The tokens are the rollout policy's, so the reference of the estimate is the training's.
+        k3 = kl_estimate(-log_ratio.double(), torch.zeros_like(log_ratio).double(), "k3")
+        divergence = float(k3.sum().nan_to_num(nan=math.inf, posinf=math.inf))
+        self.join(Gap(largest=float(gap.max()), total=float(gap.sum()), divergence=divergence, n_tokens=len(gap)))
 
     def join(self, other: Gap) -> None:
         """Add the tokens of another gap."""
         self.largest = max(self.largest, other.largest)
         self.total += other.total
+        self.divergence += other.divergence
         self.n_tokens += other.n_tokens
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`GAP_METRICS` of at least one token."""
+        numbers = (self.largest, self.total / self.n_tokens, self.divergence / self.n_tokens)
+        return dict(zip(GAP_METRICS, numbers, strict=True))
+
+
+DIVIDED_LOSSES = ("train/loss", "train/pg_loss")
+"""Metrics that are what the optimizer step minimizes; the others are weighted means over tokens."""
 
 
 @define(eq=False, kw_only=True)
@@ -48,34 +72,44 @@ class StepStats:
     """Sums over the tokens of an optimizer step, or of a part of one; weighted as the loss is.
 
     Attributes:
-      normalizer: what the optimizer step divides gradient and sums by, see `packing.loss_normalizer`; parts add up.
+      normalizer: the sum of the weights of all tokens, see `packing.loss_normalizer`; parts add up.
+      divisor: what the optimizer step divides gradient and losses by: the same, but for `dr_grpo`; parts add up.
       sums: metric name → sum of weight times value.
       gap: to the logprobs of rollout.
       ratio_max: largest ratio of new to old probability.
+      advantages: of the tokens, as the loss takes them.
     """
 
     normalizer: int = 0
+    divisor: int = 0
     sums: dict[str, float] = field(factory=dict)
     gap: Gap = field(factory=Gap)
     ratio_max: float = 0.0
+    advantages: Moments = field(factory=Moments)
 
-    def add(self, values: Mapping[str, torch.Tensor], log_ratio: torch.Tensor, ratio: torch.Tensor) -> None:
-        """Add one micro-batch: () sums by metric, (K,) new minus old logprobs, (K,) ratios."""
+    def add(self, values: Mapping[str, torch.Tensor], gap: torch.Tensor, ratio: torch.Tensor) -> None:
+        """Add one micro-batch: () sums by metric, (K,) training minus rollout logprobs, (K,) ratios."""
         self._add_sums({name: float(value) for name, value in values.items()})
-        self.gap.add(log_ratio)
-        self.ratio_max = max(self.ratio_max, float(ratio.max()))
+        self.gap.add(gap)
+        if len(ratio):
+            self.ratio_max = max(self.ratio_max, float(ratio.max()))
 
     def join(self, other: StepStats) -> None:
         """Add another part of the optimizer step."""
         self.normalizer += other.normalizer
+        self.divisor += other.divisor
         self._add_sums(other.sums)
         self.gap.join(other.gap)
+        self.advantages.join(other.advantages)
         self.ratio_max = max(self.ratio_max, other.ratio_max)
 
     @property
     def means(self) -> dict[str, float]:
-        """Metric name → weighted mean. Only of a whole optimizer step."""
-        return {name: value / self.normalizer for name, value in self.sums.items()}
+        """Metric name → weighted mean, or loss. Only of a whole optimizer step."""
+        return {
+            name: value / (self.divisor if name in DIVIDED_LOSSES else self.normalizer)
+            for name, value in self.sums.items()
+        }
 
     @property
     def n_tokens(self) -> int:
@@ -125,10 +159,12 @@ class PhaseReport:
     Attributes:
       n_samples: rows consumed, those without a trained token included.
       gap: to rollout, every trained token once; see `GAP_METRICS` for the weights it is of.
+      staleness: versions between the weights that wrote a token and those that its row met, see `staleness`.
       steps: optimizer steps in order.
     """
 
     n_samples: int = 0
+    staleness: Moments = field(factory=Moments)
     gap: Gap = field(factory=Gap)
     steps: list[tuple[OptimizerStep, StepStats]] = field(factory=list)
 
@@ -148,8 +184,44 @@ class PhaseReport:
             "train/n_optimizer_steps": float(len(kept)),
             "train/n_skipped_steps": float(len(self.steps) - len(kept)),
         }
+        advantages = Moments()
+        for _, stats in kept:
+            advantages.join(stats.advantages)
+        metrics |= _spread("train/advantages", advantages)
+        if self.staleness.n:
+            metrics |= {"train/staleness/mean": self.staleness.mean, "train/staleness/max": self.staleness.high}
         odd = {name for name, value in metrics.items() if not math.isfinite(value)}
         assert not odd, f"{odd} are not finite"
-        metrics |= zip(GAP_METRICS, (self.gap.largest, self.gap.total / self.gap.n_tokens), strict=True)
+        metrics |= self.gap.metrics
         skipped = tuple(step.number for step, _ in self.steps if not math.isfinite(step.norm))
         return PhaseResult(metrics=metrics, skipped=skipped)
+
+
+def staleness(samples: Sequence[Sample], n_phases: int) -> Moments:
+    """Versions between the weights that wrote each generated token and those after `n_phases` optimizer phases.
+
+    Weights that aren't numbered as ours (another trainer's engine) are left out.
+    """
+    moments = Moments()
+    for sample in samples:
+        for span in sample.weight_versions:
+            if span.n_tokens and span.version.isdecimal():
+                age = float(n_phases - int(span.version))
+                moments.join(
+                    Moments(
+                        n=span.n_tokens, total=age * span.n_tokens, squares=age * age * span.n_tokens, low=age, high=age
+                    )
+                )
+    return moments
+
+
+def _spread(name: str, moments: Moments) -> dict[str, float]:
+    """`name/mean|std|min|max`; nothing where there are no numbers."""
+    if not moments.n:
+        return {}
+    return {
+        f"{name}/mean": moments.mean,
+        f"{name}/std": moments.std,
+        f"{name}/min": moments.low,
+        f"{name}/max": moments.high,
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import trio
@@ -19,11 +18,9 @@ from relax_trio.ids import WeightVersion
 from relax_trio.sync.cleanup import MAX_CLEANUP_S, cleanup_scope
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
 from relax_trio.train.base import Trainer, version_of
-from relax_trio.train.checkpoint import write_checkpoint
+from relax_trio.train.opening import open_updater
 from relax_trio.train.phase import OpenPhase, run_phase
-from relax_trio.train.policy import Policy
-from relax_trio.train.pretrained import load_model
-from relax_trio.train.resume import read_companions, restore, write_payload
+from relax_trio.train.resume import read_companions, save_updater
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.stats import PhaseResult
 from relax_trio.train.update import Updater
@@ -94,8 +91,7 @@ class TorchTrainer:
 
     async def save(self, directory: Path, state: JsonObject) -> Path:
         """See `Trainer.save`. Cancellation: once begun, waits for the writing (seconds per GB of weights)."""
-        payload = partial(write_payload, updater=self._updater, companions=self._companions)
-        path = await self._pool.run(write_checkpoint, directory, self._updater.n_phases, payload, state)
+        path = await self._pool.run(save_updater, self._updater, self._companions, directory, state)
         emit("checkpoint.saved", version=self.weight_version, path=str(path))
         return path
 
@@ -137,7 +133,7 @@ async def open_trainer(
 
     Args:
       settings: loss, optimizer, distribution, device.
-      hf_checkpoint: weights and tokenizer to begin from.
+      hf_checkpoint: weights and tokenizer to begin from; the reference's weights too, unless `--ref-load` names others.
       resume: one of our checkpoints (see `find_latest`) to go on from instead: weights, optimizer, counters, RNG.
       pool: where the work runs; default: one thread under a limiter of its own.
 
@@ -147,14 +143,12 @@ async def open_trainer(
     Cancellation: waits until the model is loaded, then drops it.
     """
     pool = pool or ThreadCpuPool(1)
-    return await pool.run(_open, settings, hf_checkpoint if resume is None else resume, resume, pool)
+    return await pool.run(_open, settings, hf_checkpoint, resume, pool)
 
 
-def _open(settings: TrainerSettings, source: Path, resume: Path | None, pool: CpuPool) -> TorchTrainer:
-    updater = Updater(Policy(load_model(source, settings.device)), settings)
-    if resume is not None:
-        restore(updater, resume)
-    return TorchTrainer(updater, read_companions(source), pool)
+def _open(settings: TrainerSettings, hf_checkpoint: Path, resume: Path | None, pool: CpuPool) -> TorchTrainer:
+    updater = open_updater(settings, hf_checkpoint, resume)
+    return TorchTrainer(updater, read_companions(resume or hf_checkpoint), pool)
 
 
 def _failure_of(rollout_id: int) -> AbstractContextManager[None]:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from relax_trio.errors import TrainError
-from relax_trio.train.loss import clipped_policy_loss, kl_sum
-from relax_trio.train.packing import Batch
+from relax_trio.train.objective import objective
+from relax_trio.train.packing import Batch, MicroBatching, idle_batch
 from relax_trio.train.policy import Policy
+from relax_trio.train.reference import Reference
 from relax_trio.train.schedule import learning_rate
 from relax_trio.train.settings import TrainerSettings
-from relax_trio.train.stats import Gap, OptimizerStep, StepStats
-from relax_trio.train.weights import put_back, snapshot
+from relax_trio.train.stats import OptimizerStep, StepStats
+from relax_trio.train.targets import Targets
+from relax_trio.train.team import ALONE, Team
+from relax_trio.train.weights import put_back, snapshot, undo_point
 
 
 class Updater:
@@ -28,6 +31,8 @@ class Updater:
 
     Attributes:
       policy: the model being trained.
+      team: the processes that train it together.
+      reference: the policy that training is kept near; None without a KL term.
       settings: loss, optimizer, distribution.
       n_phases: completed phases.
       n_steps: optimizer steps tried, the skipped ones included: the schedule's position.
@@ -35,12 +40,17 @@ class Updater:
       in_phase: a phase is open, or could not be undone: model and optimizer are then no state to go on from.
     """
 
-    def __init__(self, policy: Policy, settings: TrainerSettings) -> None:
+    def __init__(
+        self, policy: Policy, settings: TrainerSettings, reference: Reference | None = None, team: Team = ALONE
+    ) -> None:
         self.policy = policy
+        self.team = team
+        self.reference = reference
         self.settings = settings
         self.n_phases = 0
         self.n_steps = 0
         self.weights = snapshot(policy.model)
+        self._undo_point = undo_point(policy.model, self.weights)
         self.in_phase = False
         self._before: dict[str, Any] | None = None  # what undoing the open phase needs, from its first step on
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -57,17 +67,22 @@ class Updater:
 
     # --- one optimizer step -------------------------------------------------------------------------------------
 
-    def accumulate(self, batches: Sequence[Batch], stats: StepStats, check_stop: Callable[[], None]) -> None:
+    def accumulate(self, targets: Sequence[Targets], stats: StepStats, check_stop: Callable[[], None]) -> None:
         """Add the undivided gradient of some micro-batches to the parameters' `grad`, their numbers to `stats`.
 
         Args:
-          batches: rows of one optimizer step, all of them or a part.
-          stats: gets sums, gap and ratio; not the normalizer.
+          targets: rows of one optimizer step, all of them or a part.
+          stats: gets sums, gap and ratio; not the normalizer and the divisor.
           check_stop: raises to give up; asked before each micro-batch.
         """
-        for batch in batches:
+        own = StepStats()
+        for target in self.team.rounds(targets):
             check_stop()
-            self._backward(batch, stats)
+            if target is None:
+                self._idle()
+            else:
+                self._backward(target, own)
+        stats.join(self.team.join(own, StepStats))
 
     def step(self, stats: StepStats) -> OptimizerStep:
         """Divide the gradient that was added up, clip it, make the optimizer step and drop the gradient.
@@ -88,15 +103,9 @@ class Updater:
         self.n_steps += 1
         return done
 
-    @torch.no_grad()
-    def gap(self, batches: Sequence[Batch], check_stop: Callable[[], None]) -> Gap:
-        """The gap to rollout under the weights as they are; `check_stop` as in `accumulate`."""
-        gap = Gap()
-        for batch in batches:
-            check_stop()
-            logprobs, _ = self.policy.score(batch, self.settings.distribution)  # (K,)
-            gap.add(logprobs - batch.rollout_logprobs[batch.loss_mask].to(logprobs))
-        return gap
+    def score(self, batches: Sequence[Batch], check_stop: Callable[[], None]) -> list[torch.Tensor]:
+        """(K,) logprobs of each micro-batch under the weights as they are; `check_stop` as in `accumulate`."""
+        return Reference(self.policy, self.settings.distribution, self.team).score(batches, check_stop)
 
     def check_vocabulary(self, batches: Sequence[Batch]) -> None:
         """Refuse token ids that the model doesn't have.
@@ -122,6 +131,7 @@ class Updater:
     def end_phase(self) -> None:
         """Count the phase; `weights` become those of now."""
         self.weights = snapshot(self.policy.model)
+        self._undo_point = undo_point(self.policy.model, self.weights)
         self.n_phases += 1
         self._before = None
         self.in_phase = False
@@ -130,7 +140,7 @@ class Updater:
         """Make model, optimizer and counters what they were at `begin_phase`."""
         self._optimizer.zero_grad(set_to_none=True)
         if self._before is not None:
-            put_back(self.policy.model, self.weights)
+            put_back(self.policy.model, self._undo_point)
             self._optimizer.load_state_dict(self._before["optimizer"])
             self.n_steps = self._before["n_steps"]
         self._before = None
@@ -149,7 +159,7 @@ class Updater:
           KeyError, TypeError, ValueError: it is of another model or not a state at all.
         """
         own = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(self._own_part(state["optimizer"]))
         for group, options in zip(self._optimizer.param_groups, own, strict=True):
             group.update(options)
         for parameter, values in self._optimizer.state.items():
@@ -158,39 +168,46 @@ class Updater:
         self.n_phases = int(state["n_phases"])
         self.n_steps = int(state["n_steps"])
 
+    def _own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's state with this process's shards in place of whole tensors."""
+        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        moments = {
+            number: {name: self.team.sharded(value, order[number]) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": moments}
+
     # --- parts of an optimizer step -----------------------------------------------------------------------------
 
-    def _backward(self, batch: Batch, stats: StepStats) -> None:
+    @property
+    def batching(self) -> MicroBatching:
+        """How rows are divided among forward passes."""
         train = self.settings.train
-        logprobs, entropy = self.policy.score(batch, self.settings.distribution)  # (K,), (K,)
-        mask = batch.loss_mask
-        old = batch.rollout_logprobs[mask].to(logprobs)  # (K,)
-        weights = batch.weights[mask].to(logprobs)  # (K,)
-        result = clipped_policy_loss(
-            logprobs,
-            old,
-            batch.advantages[mask].to(logprobs),
-            weights,
-            eps_low=train.eps_clip,
-            eps_high=train.eps_clip if train.eps_clip_high is None else train.eps_clip_high,
-        )
+        if not train.use_dynamic_batch_size:
+            return MicroBatching(size=train.micro_batch_size)
+        return MicroBatching(max_tokens=train.max_tokens_per_gpu, packed=self.policy.packs, multiple=self.team.n)
+
+    def _backward(self, targets: Targets, stats: StepStats) -> None:
+        logprobs, entropy = self.policy.score(targets.batch, self.settings.distribution)  # (K,), (K,)
+        result = objective(logprobs, entropy, targets, self.settings)
         result.loss.backward()  # type: ignore[no-untyped-call]
-        values = {
-            "train/loss": result.loss.detach(),
-            "train/entropy": (weights * entropy).sum(),
-            "train/ppo_kl": kl_sum(result.log_ratio, weights),
-            "train/pg_clipfrac": (weights * result.clipped).sum(),
-            "train/ratio": (weights * result.ratio).sum(),
-        }
-        stats.add(values, result.log_ratio, result.ratio)
+        stats.add(result.sums, result.gap, result.ratios)
+
+    def _idle(self) -> None:
+        """Take part in the other processes' forward and backward passes, adding nothing."""
+        logprobs, _ = self.policy.score(idle_batch(), self.settings.distribution)  # (0,)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
 
     def _apply(self, lr: float, stats: StepStats) -> float:
         """Divide, clip and step; returns the gradient norm before clipping, NaN or infinite when it was skipped."""
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(stats.normalizer)
+                # Sharded gradients are means over the processes.
+                parameter.grad.div_(stats.divisor / self.team.n)
         bound = self.settings.train.clip_grad
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, bound if bound > 0 else math.inf))
+        norm = float(
+            self.team.whole(torch.nn.utils.clip_grad_norm_(self._parameters, bound if bound > 0 else math.inf))
+        )
         if not stats.finite:
             norm = math.nan
         if math.isfinite(norm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders_sglang import RealServer, require_sglang, served_checkpoint
 from builders_train import write_checkpoint
 
 
@@ -20,3 +21,14 @@ def one_torch_thread():
 def checkpoint(tmp_path_factory):
     """A directory with a tiny Qwen3 model and a tokenizer; not to be written into."""
     return write_checkpoint(tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tmp_path_factory):
+    """A checkpoint, and the URL of a real SGLang server that began with it; started once for all tests."""
+    require_sglang()
+    directory = tmp_path_factory.mktemp("sglang")
+    checkpoint = served_checkpoint(directory / "model")
+    server = RealServer(checkpoint, directory / "server.log")
+    yield checkpoint, server.url
+    server.stop()

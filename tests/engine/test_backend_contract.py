@@ -1,4 +1,7 @@
-"""What every backend keeps, whichever it is: the same tests on the embedded engine, the script and the fake."""
+"""What every backend keeps, whichever it is: the same tests on the embedded engine, the script, the fake, and SGLang.
+
+SGLang twice in the recorded words of two versions, and, where an environment has it, as a real server on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import pytest
 import trio
 import trio.testing
 from builders_backend import CONTEXT_LEN, VOCAB_LEN, generate_all, make_attempt, make_model, save_checkpoint, serving
+from builders_sglang import SERVED_VOCAB_LEN, backend_on, served_model
+from sglang_wire import VERSIONS, wire_server
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.backend.embedded import EmbeddedBackend, EmbeddedOptions
@@ -15,8 +20,20 @@ from relax_trio.errors import BackendRejected, BackendUnavailable, WeightSyncErr
 
 pytestmark = pytest.mark.engine
 
+BEYOND = 10_000_000
+"""Stands for the first id that is outside the vocabulary."""
+
 LONG = 600
 """More tokens than any of the backends makes in the time that a test waits."""
+
+
+KINDS = [
+    "embedded",
+    "scripted",
+    "fake",
+    *(f"sglang {version}" for version in VERSIONS),
+    pytest.param("sglang", marks=pytest.mark.sglang_server),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +46,34 @@ def checkpoint(model, tmp_path_factory):
     return save_checkpoint(model, tmp_path_factory.mktemp("contract") / "llama")
 
 
-@pytest.fixture(params=["embedded", "scripted", "fake"])
-def backend(request, checkpoint):
-    """A backend whose long attempts (LONG tokens) are still under way after some milliseconds."""
-    if request.param == "embedded":
-        return EmbeddedBackend(checkpoint, EmbeddedOptions(n_threads=1, max_batch=4))
-    if request.param == "scripted":
-        long = Answer(ids=tuple(i % VOCAB_LEN for i in range(LONG)), finish="length", delay_s=0.05)
-        return ScriptedBackend([long] * 9, name="script", max_context_len=CONTEXT_LEN, vocab_len=VOCAB_LEN)
-    ids = [i % VOCAB_LEN for i in range(LONG)]
-    return FakeBackend(lambda _: ids, tokens_per_s=1000.0, max_context_len=CONTEXT_LEN, vocab_len=VOCAB_LEN)
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
 
 
 @pytest.fixture
-def source(model):
-    return WeightSource(tensors=model.state_dict())
+async def backend(kind, request, checkpoint, tmp_path):
+    """A backend whose long attempts (LONG tokens) are still under way after some milliseconds."""
+    if kind == "embedded":
+        yield EmbeddedBackend(checkpoint, EmbeddedOptions(n_threads=1, max_batch=4))
+    elif kind == "scripted":
+        long = Answer(ids=tuple(i % VOCAB_LEN for i in range(LONG)), finish="length", delay_s=0.05)
+        yield ScriptedBackend([long] * 9, name="script", max_context_len=CONTEXT_LEN, vocab_len=VOCAB_LEN)
+    elif kind == "fake":
+        ids = [i % VOCAB_LEN for i in range(LONG)]
+        yield FakeBackend(lambda _: ids, tokens_per_s=1000.0, max_context_len=CONTEXT_LEN, vocab_len=VOCAB_LEN)
+    elif kind == "sglang":
+        served, url = request.getfixturevalue("sglang_server")
+        yield backend_on(served, tmp_path, url, start_timeout_s=300, vocab_len=SERVED_VOCAB_LEN)
+    else:
+        async with wire_server(kind.split()[1], context_len=CONTEXT_LEN + 6) as server:
+            yield backend_on(checkpoint, tmp_path, server.url, vocab_len=VOCAB_LEN)
+            assert server.stale_hits == 0
+
+
+@pytest.fixture
+def source(kind, model):
+    return WeightSource(tensors=(served_model(seed=1) if kind == "sglang" else model).state_dict())
 
 
 async def test_attempts_end_at_their_limit_with_a_logprob_and_a_version_for_each_token(backend):
@@ -88,13 +118,15 @@ async def test_the_end_of_run_makes_attempts_under_way_unavailable(backend):
     ("prefix", "limit", "words"),
     [
         ([1] * 100, CONTEXT_LEN - 99, "exceed the context"),
-        ([1, VOCAB_LEN], 4, "outside the vocabulary"),
+        ([1, BEYOND], 4, "outside the vocabulary"),
         ([1, -1], 4, "outside the vocabulary"),
         ([], 4, "at least one prefix token"),
         ([1], 0, "room for one new token"),
     ],
 )
-async def test_unfit_attempts_are_rejected(backend, prefix, limit, words):
+async def test_unfit_attempts_are_rejected(backend, kind, prefix, limit, words):
+    vocab_len = SERVED_VOCAB_LEN if kind == "sglang" else VOCAB_LEN
+    prefix = [vocab_len if token == BEYOND else token for token in prefix]
     async with serving(backend):
         with pytest.raises(BackendRejected, match=words):
             await backend.generate(make_attempt(prefix, max_new_tokens=limit))
@@ -117,12 +149,14 @@ async def test_a_name_that_is_running_is_rejected_and_free_again_afterwards(back
         await backend.generate(make_attempt([1], rid="twin", session="other", max_new_tokens=1))
 
 
-async def test_abort_returns_what_is_there_and_the_turn_goes_on_from_it(backend):
+async def test_abort_returns_what_is_there_and_the_turn_goes_on_from_it(backend, kind):
+    # Seeds are honoured by a server that was started for it, which needs a GPU.
+    sampling = {"temperature": 0.0} if kind == "sglang" else {"seed": 7}
     async with serving(backend):
         results = []
 
         async def call():
-            results.append(await backend.generate(make_attempt([5, 6], rid="x", max_new_tokens=LONG, seed=7)))
+            results.append(await backend.generate(make_attempt([5, 6], rid="x", max_new_tokens=LONG, **sampling)))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(call)
@@ -132,10 +166,10 @@ async def test_abort_returns_what_is_there_and_the_turn_goes_on_from_it(backend)
         assert first.finish == "abort"
         n_first = len(first.token_ids)
         assert n_first < LONG
-        rest = make_attempt([5, 6, *first.token_ids], response_start=2, max_new_tokens=20, seed=7)
+        rest = make_attempt([5, 6, *first.token_ids], response_start=2, max_new_tokens=20, **sampling)
         second = await backend.generate(rest)
         assert len(second.token_ids) == min(20, LONG - n_first)
-        unbroken = make_attempt([5, 6], session="other", max_new_tokens=n_first + len(second.token_ids), seed=7)
+        unbroken = make_attempt([5, 6], session="other", max_new_tokens=n_first + len(second.token_ids), **sampling)
         assert [*first.token_ids, *second.token_ids] == [*(await backend.generate(unbroken)).token_ids]
 
 

@@ -9,7 +9,7 @@ import pytest
 import trio
 from builders_api import CREDENTIAL, HI, OPERATOR, FakeSession, connect, open_api, raw_request
 
-from relax_trio.errors import EngineFault
+from relax_trio.errors import EngineFault, SessionDiscarded
 
 PATH = "/v1/chat/completions"
 
@@ -263,14 +263,15 @@ async def test_a_client_that_never_ends_its_refused_body_is_answered_all_the_sam
     assert reply.startswith(b"HTTP/1.1 413")
 
 
+class CountingPool:
+    n_calls = 0
+
+    async def run(self, fn, *args):
+        self.n_calls += 1
+        return fn(*args)
+
+
 async def test_a_large_body_is_parsed_off_the_event_loop(loopback_clock):
-    class CountingPool:
-        n_calls = 0
-
-        async def run(self, fn, *args):
-            self.n_calls += 1
-            return fn(*args)
-
     session, cpu = FakeSession(), CountingPool()
     async with open_api(session, cpu=cpu) as api:
         await api.chat()
@@ -279,6 +280,50 @@ async def test_a_large_body_is_parsed_off_the_event_loop(loopback_clock):
 
     assert cpu.n_calls == 1
     assert len(session.calls[1].request.messages[0].content) == 300_000
+
+
+async def test_what_stands_before_a_known_history_counts_as_part_of_a_large_body(loopback_clock):
+    cpu = CountingPool()
+    async with open_api(cpu=cpu) as api:
+        for n_messages in (1, 2):
+            body = json.dumps({"metadata": "x" * 300_000, "messages": HI * n_messages})
+            assert (await api.client.post("/v1/chat/completions", content=body)).status_code == 200
+
+    assert cpu.n_calls == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://127.0.0.1:1/agentic_api/v1/chat/completions", 200),
+        ("/agentic_api//v1/chat/completions/", 200),
+        ("http://127.0.0.1:1/agentic_api/nothing", 404),
+        ("http://[", 404),
+        ("*", 404),
+        ("?beta=true", 404),
+    ],
+)
+async def test_a_target_is_a_path_however_it_is_written(loopback_clock, target, status):
+    session = FakeSession()
+    async with open_api(session) as api, await connect(api) as stream:
+        request = raw_request(api, json.dumps({"messages": HI}).encode(), headers=["connection: close"])
+        await stream.send_all(request.replace(b"/agentic_api/v1/chat/completions", target.encode(), 1))
+        reply = b"".join([part async for part in stream])
+
+    assert reply.startswith(b"HTTP/1.1 %d" % status), reply
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])
+    assert len(session.calls) == (status == 200)
+
+
+async def test_a_session_that_ended_while_its_request_was_read_keeps_no_history(loopback_clock):
+    session = FakeSession(broken=SessionDiscarded("it ended"))
+    async with open_api(session) as api:
+        assert (await api.chat()).status_code == 404
+        assert session.histories._histories == []
+        session.broken = None
+        assert (await api.chat()).status_code == 200
+
+    assert len(session.histories._histories) == 1
 
 
 @pytest.mark.parametrize("error", [EngineFault("a bug"), KeyError(CREDENTIAL)], ids=["fault", "secret"])

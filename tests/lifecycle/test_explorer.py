@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,29 @@ def test_a_session_that_is_never_closed_on_the_backend_is_found(monkeypatch):
     assert "not told once of the end of each Session" in problems(report)
     assert report.n_runs == 1, "a scenario that fails undisturbed is not disturbed"
     assert report.violations[0].replay.startswith("print(relax_trio.testing.replay(test_a_session")
+
+
+def test_an_end_that_is_told_to_the_backend_without_a_shield_is_found(monkeypatch):
+    """What cancels the Session cancels the telling too."""
+    monkeypatch.setattr("relax_trio.runtime.session.cleanup_scope", lambda seconds, what: nullcontext())
+    report = explore(plain_step, kinds=["drop"], sample=20)
+
+    assert "not told once of the end of each Session" in problems(report)
+
+
+def test_a_request_that_outlives_its_agent_is_found(monkeypatch):
+    """The Session cannot be reached any more, but waits until its requests end by themselves, for the grace."""
+    cancel = trio.CancelScope.cancel
+
+    def forgetful(scope, reason=None):
+        if reason is None or not (reason.startswith("session ") and reason.endswith(" ended")):
+            cancel(scope, reason)
+
+    assert not explore(plain_step, kinds=["kill"], sample=20).violations
+    monkeypatch.setattr(trio.CancelScope, "cancel", forgetful)
+    report = explore(plain_step, kinds=["kill"], sample=20)
+
+    assert "had not ended it when it should have" in problems(report)
 
 
 def test_a_run_that_hangs_after_a_disturbance_is_found_and_shown(monkeypatch):

@@ -1,6 +1,6 @@
 """A virtual hour of partial rollout with 64 Sessions at work comes out the same under every schedule.
 
-It takes about a second of real time; docs/testing.md has what was measured.
+It takes about a second of CPU time; `tools/check_hour.py` measures it.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ async def test_the_contexts_of_a_session_reach_the_trainer_in_one_batch(autojump
         )
 
     config = RewardConfig(agentic_custom_advantage_path="advantage_under_test.fn")
-    scorer = RewardScorer(config, SimpleNamespace(), InlineCpuPool())
+    scorer = RewardScorer(config, SimpleNamespace(use_dynamic_batch_size=True), InlineCpuPool())
     async with open_loop(
         tmp_path, lambda row: 3, agent, n_steps=2, reward=scorer, train={"global_batch_size": 1}
     ) as loop:

@@ -6,19 +6,26 @@ import os
 import signal
 from types import SimpleNamespace
 
+import pytest
 import trio
 from builders_runtime import LIMITS, answer, make_tasks, open_work, user
 
 from relax_trio.backend.fake import FakeBackend
 from relax_trio.config.tree import RewardConfig
+from relax_trio.errors import RewardError
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
+from relax_trio.runtime.overlap import Overlap
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.sync.debug import dump_on_signal, render_tree
 
 
 def stalls(events):
     return [(e.fields["chain"], e.fields["waits_for"], e.fields["seconds"]) for e in events if e.name == "wait.stalled"]
+
+
+def text_of(attempt):
+    return bytes(t - 1 for t in attempt.token_ids if t)
 
 
 def slow(seconds):
@@ -118,3 +125,37 @@ async def test_a_signal_tells_the_tree():
             await done.wait()
         nursery.cancel_scope.cancel()
     assert "dumps" in told[0]
+
+
+async def test_rewards_of_an_evaluation_are_told_and_their_failure_comes_out_bare(autojump_clock, events):
+    class Scorer(RewardScorer):
+        async def score(self, samples, *, evaluation=False):
+            await trio.sleep(100)
+            raise RewardError("no judge")
+
+    async with open_work() as work:
+        dataset = EvalDataset(name="held", tasks=make_tasks(1), n_samples=1, concurrency=1)
+        scorer = Scorer(RewardConfig(), SimpleNamespace(), InlineCpuPool())
+        with pytest.raises(RewardError, match="no judge"):
+            await Evaluation(dataset=dataset, shared=work.shared, limits=LIMITS, scorer=scorer, heartbeat_s=50.0).run()
+
+    assert stalls(events) == [("eval held", "its rewards", 97)]
+
+
+async def test_groups_that_are_at_work_between_windows_are_told(autojump_clock, events):
+    """Fully async, two at work, one needed: step 0 has its Group at 3 and step 1 at 6, whose partition nobody takes.
+
+    No window is open from then on, but G1 still runs."""
+    backend = FakeBackend(lambda attempt: answer("x" * 62 if b"q1" in text_of(attempt) else "ok"), tokens_per_s=1.0)
+    async with open_work(
+        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=2, fully_async=True, backend=backend
+    ) as work:
+        with trio.move_on_after(100):
+            await Overlap(work=work).run(0, 3)
+
+    assert [(e.name, e.fields["rollout"]) for e in events if e.name == "accounting_end"] == [
+        ("accounting_end", 0),
+        ("accounting_end", 1),
+    ]
+    chain = "between steps > G1 (leased) > G1/0-0 > r1 > G1/0-0.r1.1"
+    assert stalls(events) == [(chain, "backend", 60)]

@@ -55,6 +55,8 @@ async def test_steps_train_update_save_and_evaluate_in_their_order(autojump_cloc
     for step in read_metrics(tmp_path):
         assert step["rollout/raw_reward"] == 1.0
         assert (step["perf/rollout_time"], step["perf/train_time"]) == (3.0, 1.0)
+        assert step["perf/train_tokens_per_s"] > 0
+        assert step["perf/peak_memory_gib"] > 0.01
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert [(e["n_steps"], e["eval/held"]) for e in evals] == [(0, 1.0), (2, 1.0), (3, 1.0)]
     assert [state["rollout_id"] for _, state in loop.trainer.saves] == [2, 3]

@@ -1,16 +1,17 @@
-"""From the credit of a row, or of its turns, to the advantage of its tokens."""
+"""From the credit of a row, or of its turns, to the advantage of its tokens; shaped returns and whitening."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_trio.errors import TrainError
 from relax_trio.testing.sample import make_sample
-from relax_trio.train.advantage import token_advantages
+from relax_trio.train.advantage import Moments, shaped_advantages, token_advantages, whitened
 
 turn_lens = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 numbers = st.floats(-5, 5, allow_nan=False)
@@ -57,3 +58,57 @@ def test_a_turn_that_is_trained_elsewhere_shifts_no_credit():
 def test_what_is_no_credit_is_refused_with_its_session(credit, told):
     with pytest.raises(TrainError, match=rf"session G0/0: .*{told}"):
         token_advantages(sample_with(credit, turn_lens=(2, 3)))
+
+
+columns = st.lists(st.floats(-5, 5, allow_nan=False), min_size=1, max_size=30)
+
+
+@given(st.lists(columns, min_size=1, max_size=5))
+def test_moments_of_parts_join_into_those_of_the_whole(parts):
+    joined = Moments()
+    for part in parts:
+        joined.join(Moments.of(torch.tensor(part, dtype=torch.float64)))
+    whole = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
+    assert joined.n == len(whole)
+    assert (joined.low, joined.high) == (float(whole.min()), float(whole.max()))
+    assert joined.mean == pytest.approx(float(whole.mean()), abs=1e-12)
+    if len(whole) > 1:
+        assert joined.variance == pytest.approx(float(whole.var()), rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(columns, min_size=2, max_size=5))
+def test_whitening_gives_mean_0_and_variance_1_over_all_parts(parts):
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
+    moments = Moments.of(torch.cat(tensors))
+    white = torch.cat([whitened(tensor, moments) for tensor in tensors])
+    if moments.variance > 1e-3:  # far above what is added to it
+        assert float(white.mean()) == pytest.approx(0, abs=1e-9)
+        assert float(white.var()) == pytest.approx(1, rel=1e-4)
+        order = torch.cat(tensors).argsort(stable=True)
+        assert (white[order].diff() >= 0).all()
+
+
+@given(numbers, st.integers(1, 9))
+def test_equal_advantages_are_whitened_to_exactly_zero(value, n):
+    advantages = torch.full((n,), value, dtype=torch.float64)
+    assert not whitened(advantages, Moments.of(advantages)).any()
+
+
+@given(st.lists(st.tuples(numbers, columns), min_size=1, max_size=4), st.floats(0, 1))
+def test_the_kl_of_the_tokens_still_to_come_is_taken_from_the_return(rows, beta):
+    kl = torch.tensor([k for _, column in rows for k in column], dtype=torch.float64)
+    credit = torch.tensor([c for c, column in rows for _ in column], dtype=torch.float64)
+    of_row = torch.tensor([i for i, (_, column) in enumerate(rows) for _ in column])
+    found = shaped_advantages(credit, kl, of_row, estimator="reinforce_plus_plus", kl_coef=beta)
+    expected = []
+    for c, column in rows:
+        reward = [-beta * k for k in column]
+        reward[-1] += c  # the outcome is the reward of the last token
+        expected += [math.fsum(reward[t:]) for t in range(len(column))]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_with_a_baseline_each_token_pays_for_its_own_kl():
+    credit, kl = torch.tensor([1.0, 1.0]), torch.tensor([0.5, -0.25])
+    found = shaped_advantages(credit, kl, torch.tensor([0, 0]), estimator="reinforce_plus_plus_baseline", kl_coef=0.1)
+    assert found.tolist() == pytest.approx([0.95, 1.025])

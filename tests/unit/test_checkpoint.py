@@ -6,66 +6,12 @@ import json
 import shutil
 
 import pytest
+from builders_disk import DyingDisk, FastDisk, KilledError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_trio.errors import ConfigError, TrainError
-from relax_trio.train.checkpoint import find_latest, load_state, step_name, verify, write_checkpoint
-from relax_trio.train.disk import Disk
-
-
-class KilledError(BaseException):
-    """The process is gone: nothing after this reaches the disk."""
-
-
-class FastDisk(Disk):
-    """Doesn't wait for the platter: a killed process loses nothing that it wrote."""
-
-    def write_text(self, path, text):
-        path.write_text(text)
-
-    def sync(self, path):
-        pass
-
-
-class DyingDisk(FastDisk):
-    """Dies at its step `fatal`: before, half-way through, or right after it."""
-
-    def __init__(self, fatal, how):
-        self.left = fatal
-        self.how = how
-        self.dead = False
-
-    def _step(self, work, half):
-        assert not self.dead, "a dead process touched the disk"
-        if self.left > 0:
-            self.left -= 1
-            return work()
-        self.dead = True
-        {"before": lambda: None, "half": half, "after": work}[self.how]()
-        raise KilledError
-
-    def make_dir(self, path):
-        self._step(lambda: Disk.make_dir(self, path), lambda: path.parent.mkdir(parents=True, exist_ok=True))
-
-    def fill(self, path, payload):
-        payload(path)
-
-    def write_text(self, path, text):
-        self._step(lambda: FastDisk.write_text(self, path, text), lambda: path.write_text(text[: len(text) // 2]))
-
-    def sync(self, path):
-        self._step(lambda: None, lambda: None)
-
-    def rename(self, source, target):
-        self._step(lambda: Disk.rename(self, source, target), lambda: None)
-
-    def remove(self, path):
-        def half():
-            if path.is_dir():
-                next(p for p in sorted(path.rglob("*")) if p.is_file()).unlink()
-
-        self._step(lambda: Disk.remove(self, path), half)
+from relax_trio.train.checkpoint import find_latest, load_state, prune, step_name, verify, write_checkpoint
 
 
 def payload_of(step, disk=None):
@@ -253,3 +199,30 @@ def test_a_checkpoint_can_be_copied_elsewhere(tmp_path):
     path = save(tmp_path / "a", 1)
     shutil.copytree(path, tmp_path / "b" / path.name)
     assert find_latest(tmp_path / "b") == tmp_path / "b" / path.name
+
+
+@pytest.mark.parametrize("how", ["before", "half", "after"])
+@pytest.mark.parametrize("n", range(7))
+def test_removing_old_checkpoints_may_be_killed_at_any_point(tmp_path, n, how):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    disk = DyingDisk(n, how)
+    try:
+        prune(tmp_path, 2, disk)
+    except KilledError:
+        pass
+    assert_complete(find_latest(tmp_path), {4})
+    for path in tmp_path.glob("step_*"):
+        verify(path)
+    save(tmp_path, 5)
+    prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000004", "step_000005"]
+
+
+def test_the_latest_is_kept_even_if_others_have_higher_numbers(tmp_path):
+    for step in (5, 6, 7, 2):
+        save(tmp_path, step)
+    prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000002"]
+    prune(tmp_path, 3)
+    assert_complete(find_latest(tmp_path), {2})

@@ -110,6 +110,10 @@ def test_a_missing_dataset_is_named(runnable, spec, said):
         ("--rollout-max-context-len 1024", "--rollout-max-context-len 1024 leaves no room for a prompt"),
         ("--rollout-stop-token-ids -5", "--rollout-stop-token-ids: a token id is 0 or greater"),
         ("--rollout-stop=", "--rollout-stop: an empty text"),
+        ("--use-dynamic-batch-size", "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ("--max-tokens-per-gpu 100", "--max-tokens-per-gpu is given without --use-dynamic-batch-size"),
+        ("--attn-implementation flash_attention_2", "works in half precision: set --train-dtype bfloat16"),
+        ("--lora-alpha 8", "--lora-alpha is given without --lora-rank"),
         ("--adam-beta2 1", "--adam-beta2 1.0: must be 0 or greater and below 1"),
         ("--adam-eps 0", "--adam-eps 0.0: must be greater than 0"),
         ("--eval-interval 5", "--eval-interval is given without --eval-prompt-data"),
@@ -144,6 +148,8 @@ def test_a_contradiction_is_refused_with_what_to_do(runnable, flags, said):
     [
         "--agentic-concurrency 1",
         "--over-sampling-batch-size 8 --deterministic",
+        "--use-dynamic-batch-size --max-tokens-per-gpu 100 --gradient-checkpointing --train-dtype bfloat16",
+        "--lora-rank 8 --lora-alpha 16 --lora-target-modules q_proj v_proj --trainer-processes 2",
         "--global-batch-size 4",  # below the default micro-batch, which nobody chose
         "--rollout-batch-size 1 --n-samples-per-prompt 2",
         "--rollout-max-context-len 1025",

@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax_trio.config.tree import RewardConfig
+from relax_trio.config.tree import ESTIMATORS, RewardConfig
 from relax_trio.errors import CreditError
-from relax_trio.reward.credit import assign_credit, grpo_credits
+from relax_trio.reward.credit import assign_credit, grpo_credits, rloo_credits, session_credits
 from relax_trio.testing.sample import make_sample
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -134,3 +134,45 @@ def test_rewards_beyond_the_range_of_floats_are_an_error_and_no_nan(normalize_st
     with pytest.raises(CreditError, match="group G0: its rewards lie too far apart"):
         assign_credit(samples, RewardConfig(grpo_std_normalization=normalize_std))
     assert samples[0].advantage is None
+
+
+@unhurried
+@given(rewards_strategy)
+def test_leave_one_out_credit_is_the_reward_less_the_mean_of_the_others(rewards):
+    expected = []
+    for i, reward in enumerate(rewards):
+        others = rewards[:i] + rewards[i + 1 :]
+        expected.append(reward - math.fsum(others) / len(others))
+    scale = max(1.0, *map(abs, rewards))
+    assert rloo_credits(rewards) == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "credit"),
+    [
+        ("grpo", [0.5 / math.sqrt(1 / 3), -0.5 / math.sqrt(1 / 3)] * 2),
+        ("gspo", [0.5 / math.sqrt(1 / 3), -0.5 / math.sqrt(1 / 3)] * 2),
+        ("cispo", [0.5 / math.sqrt(1 / 3), -0.5 / math.sqrt(1 / 3)] * 2),
+        ("dr_grpo", [0.5, -0.5] * 2),
+        ("reinforce_plus_plus_baseline", [0.5, -0.5] * 2),
+        ("rloo", [2 / 3, -2 / 3] * 2),
+        ("reinforce_plus_plus", [1.0, 0.0] * 2),
+    ],
+)
+def test_each_estimator_gives_its_own_credit(estimator, credit):
+    samples = group_of(1.0, 0.0, 1.0, 0.0)
+
+    assign_credit(samples, RewardConfig(advantage_estimator=estimator))
+
+    assert [sample.advantage for sample in samples] == pytest.approx(credit, rel=1e-5)
+    centred = [0.5, -0.5] * 2
+    if estimator in ("grpo", "gspo", "cispo"):
+        assert session_credits([1.0, 0.0] * 2, estimator, normalize_std=False) == centred
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@unhurried
+@given(st.floats(-1e3, 1e3), st.integers(1, 8))
+def test_a_group_of_equal_rewards_or_of_one_teaches_nothing_but_by_reinforce_plus_plus(estimator, reward, n):
+    expected = [reward] * n if estimator == "reinforce_plus_plus" else [0.0] * n
+    assert session_credits([reward] * n, estimator) == expected

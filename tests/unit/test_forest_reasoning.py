@@ -27,6 +27,18 @@ def test_a_response_sent_back_without_reasoning_is_restored_counted_and_said_onc
     assert len(forest.leaves()) == 1
 
 
+def test_what_one_client_left_out_is_not_restored_in_a_history_that_has_it():
+    forest = SessionForest()
+    early = forest.match([user("a")], (), {})
+    known = forest.match([user("a"), THOUGHT, user("b")], (), {})
+    answer = commit(forest, known, assistant("s"))
+    commit(forest, early, THOUGHT)
+    sent = [user("b"), assistant("s"), user("c")]
+    for first, n_restored in ((assistant("r"), 1), (THOUGHT, 0), (assistant("r"), 1)):
+        match = forest.match([user("a"), first, *sent], (), {})
+        assert (match.parent, match.new_messages, match.n_restored) == (answer, (user("c"),), n_restored)
+
+
 def test_fork_follows_the_strict_identity():
     forest = SessionForest(unechoed_reasoning="fork")
     turn(forest, [user("a")], THOUGHT)

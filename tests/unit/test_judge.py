@@ -22,14 +22,14 @@ from relax_trio.testing.sample import make_sample
 def make_scorer(monkeypatch):
     """A scorer whose hooks are the given functions."""
 
-    def make(*, rm=None, keep=None, advantage=None, **config):
+    def make(*, rm=None, keep=None, advantage=None, dynamic=True, **config):
         module = types.ModuleType("hooks_under_test")
         named = {"custom_rm_path": rm, "dynamic_sampling_filter_path": keep, "agentic_custom_advantage_path": advantage}
         for flag, fn in named.items():
             setattr(module, flag, fn)
         monkeypatch.setitem(sys.modules, "hooks_under_test", module)
         paths = {flag: f"hooks_under_test.{flag}" for flag, fn in named.items() if fn is not None}
-        args = SimpleNamespace(reward_key=config.get("reward_key"), lr=0.5)
+        args = SimpleNamespace(reward_key=config.get("reward_key"), lr=0.5, use_dynamic_batch_size=dynamic)
         return RewardScorer(RewardConfig(**paths, **config), args, InlineCpuPool())
 
     return make
@@ -231,3 +231,19 @@ def test_hooks_are_checked_when_the_run_starts(make_scorer):
         make_scorer(advantage=lambda: None)
     with pytest.raises(ConfigError, match="--dynamic-sampling-filter-path"):
         make_scorer(keep=lambda args: True)
+
+
+async def test_several_contexts_need_dynamic_batch_sizes_and_one_context_does_not(make_scorer):
+    asked = []
+
+    def advantage(metadata_by_slot):
+        asked.append(metadata_by_slot)
+        return [{None: 1.0}, {None: -1.0}]
+
+    scorer = make_scorer(advantage=advantage, dynamic=False)
+    with pytest.raises(CreditError, match=r"session G0/\d exported several contexts \(main, .*--max-tokens-per-gpu N"):
+        await judge(contexts(), scorer)
+    assert asked == []
+    samples = group(None, None)
+    assert await judge(samples, scorer) is None
+    assert [sample.advantage for sample in samples] == [1.0, -1.0]

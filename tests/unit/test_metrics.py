@@ -22,6 +22,9 @@ def test_a_step_by_hand():
 
     assert rollout_metrics(samples, reward_key=None) == {
         "rollout/raw_reward": 0.75,
+        "rollout/raw_reward/std": math.sqrt(3) / 4,
+        "rollout/raw_reward/min": 0.0,
+        "rollout/raw_reward/max": 1.0,
         "rollout/zero_std_groups": 1,
         "rollout/n_sessions": 4,
         "rollout/n_groups": 2,

@@ -7,10 +7,10 @@ import re
 
 from builders_api import OPERATOR, FakeDirectory
 
-from relax_trio.api.app import make_app
+from relax_trio.api.app import make_views
+from relax_trio.api.front import ModelRequests
 from relax_trio.api.openapi import openapi_document
 from relax_trio.api.paths import BASE_PATH
-from relax_trio.config.tree import ServerConfig
 from relax_trio.sync.cpu import InlineCpuPool
 
 DOCUMENT = openapi_document()
@@ -19,13 +19,16 @@ METHODS = {"get", "post"}
 
 def served() -> set[tuple[str, str]]:
     """Method and path of every route, `/v1` in front where the path has it, in the document's spelling."""
-    app = make_app(FakeDirectory({}), config=ServerConfig(), operator_token=OPERATOR, cpu=InlineCpuPool())
+    views = make_views(FakeDirectory({}), operator_token=OPERATOR, cpu=InlineCpuPool())
+    requests = ModelRequests(
+        FakeDirectory({}), max_bytes=1, cpu=InlineCpuPool(), template_variables=frozenset(), others=views
+    )
     found = {
         (method.lower(), re.sub(r"<\w+:(\w+)>", r"{\1}", rule.rule.removeprefix(BASE_PATH)))
-        for rule in app.url_map.iter_rules()
+        for rule in views.url_map.iter_rules()
         for method in rule.methods or ()
         if method.lower() in METHODS
-    }
+    } | {("post", path.removeprefix(BASE_PATH)) for path in requests.paths}
     return {(method, path) for method, path in found if (method, f"/v1{path}") not in found}
 
 

@@ -15,7 +15,14 @@ from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError
 from relax_trio.ids import GroupId, PlaceId
 from relax_trio.train.advantage import token_advantages
-from relax_trio.train.packing import loss_normalizer, micro_batches, row_order, row_weights, split_optimizer_batches
+from relax_trio.train.packing import (
+    MicroBatching,
+    loss_normalizer,
+    micro_batches,
+    row_order,
+    row_weights,
+    split_optimizer_batches,
+)
 
 
 def make_sample(mask, *, prompt_len=2, index=0, group_index=0, row=0, advantage=1.0, first_id=1, logprob=-0.5):
@@ -70,7 +77,7 @@ def trained_tokens(samples, weights):
 @given(row_lists(), st.integers(1, 5))
 def test_micro_batches_hold_every_trained_token_once_with_its_own_values(samples, size):
     weights = row_weights(samples, per_token=False)
-    batches = micro_batches(samples, weights, size)
+    batches = micro_batches(samples, weights, MicroBatching(size=size))
     packed = []
     for batch in batches:
         m = batch.loss_mask
@@ -86,13 +93,15 @@ def test_micro_batches_hold_every_trained_token_once_with_its_own_values(samples
 
 @given(row_lists(), st.integers(1, 5))
 def test_micro_batches_come_longest_first_and_end_at_the_last_trained_token(samples, size):
-    batches = micro_batches(samples, [1.0] * len(samples), size)
+    batches = micro_batches(samples, [1.0] * len(samples), MicroBatching(size=size))
     lens = [int(torch.nonzero(row).max()) + 1 for batch in batches for row in batch.loss_mask]
     assert lens == sorted(lens, reverse=True)
     assert [batch.ids.shape[1] for batch in batches] == lens[::size]
     rows = [row for batch in batches for row in batch.rows]
     assert sorted(rows) == [i for i, s in enumerate(samples) if any(s.loss_mask)]
-    assert [b.rows for b in micro_batches(samples, [1.0] * len(samples), size)] == [b.rows for b in batches]
+    assert [b.rows for b in micro_batches(samples, [1.0] * len(samples), MicroBatching(size=size))] == [
+        b.rows for b in batches
+    ]
 
 
 @given(row_lists())
@@ -202,14 +211,14 @@ def test_rows_that_disagree_with_themselves_are_refused_by_place():
     endless = make_sample([1, 1], logprob=math.inf)
     for sample in (short_mask, no_prompt, too_long, endless):
         with pytest.raises(TrainError, match="session G0/0"):
-            micro_batches([sample], [1.0], 8)
+            micro_batches([sample], [1.0], MicroBatching())
 
 
 def test_lists_that_a_hook_left_in_a_sample_are_packed_like_arrays():
     sample = make_sample([0, 1])
-    (before,) = micro_batches([sample], [1.0], 8)
+    (before,) = micro_batches([sample], [1.0], MicroBatching())
     sample.tokens, sample.loss_mask = list(sample.tokens), list(sample.loss_mask)
     sample.rollout_log_probs = list(sample.rollout_log_probs)
-    (after,) = micro_batches([sample], [1.0], 8)
+    (after,) = micro_batches([sample], [1.0], MicroBatching())
     assert torch.equal(before.ids, after.ids)
     assert torch.equal(before.rollout_logprobs, after.rollout_logprobs)

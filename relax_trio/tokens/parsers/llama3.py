@@ -9,10 +9,9 @@ from typing import Final
 
 from attrs import frozen
 
-from relax_trio.data.json import JsonObject, JsonValue
+from relax_trio.data.json import JSON_DECODER, JsonObject, JsonValue
 from relax_trio.tokens.parsers.base import ParsedCall, Piece, as_call, skip_space, tool_names
 from relax_trio.tokens.parsers.python_literal import bracket_parts, literal
-from relax_trio.tokens.parsers.tagged_json import DECODER
 
 _TAG: Final = "<|python_tag|>"
 _NEXT: Final = re.compile(r'<\|python_tag\|>|(?=\{"name":)')
@@ -91,7 +90,7 @@ def _read(text: str, at: int, known: frozenset[str] | None) -> tuple[ParsedCall 
 
 def _object(text: str, at: int) -> tuple[JsonValue, int]:
     try:
-        return DECODER.raw_decode(text, at)
+        return JSON_DECODER.raw_decode(text, at)
     except json.JSONDecodeError:
         if not text.startswith("{", at):
             raise

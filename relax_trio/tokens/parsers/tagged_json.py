@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from attrs import frozen
 
-from relax_trio.data.json import JsonObject, JsonValue
+from relax_trio.data.json import JSON_DECODER, JsonObject
 from relax_trio.tokens.parsers.base import ParsedCall, Piece, as_call, skip_space
-
-
-def _refuse_constant(text: str) -> JsonValue:
-    raise ValueError(f"{text} is not a JSON number")
-
-
-DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
-"""Reads a JSON value at the beginning of a text and refuses what JSON does not have."""
 
 
 @frozen(kw_only=True)
@@ -55,7 +45,7 @@ class TaggedJsonCalls:
     def _calls(self, text: str, at: int) -> tuple[tuple[ParsedCall, ...], int] | None:
         """The calls whose JSON begins at `at` and the position behind their end tag, or None."""
         try:
-            value, after = DECODER.raw_decode(text, skip_space(text, at))
+            value, after = JSON_DECODER.raw_decode(text, skip_space(text, at))
             calls = tuple(as_call(item) for item in (value if isinstance(value, list) else [value]))
         except (ValueError, RecursionError):
             return None

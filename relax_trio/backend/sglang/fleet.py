@@ -1,0 +1,138 @@
+"""The servers of a run and which of them an attempt goes to. Who starts, watches and ends them is elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import trio
+from attrs import define, field
+
+from relax_trio.backend.sglang.client import SGLangClient
+from relax_trio.backend.sglang.wire import ServerInfo
+from relax_trio.errors import BackendUnavailable
+from relax_trio.events import emit
+from relax_trio.sync.gate import Gate
+
+Routing = Literal["least_loaded", "session"]
+
+
+@define(eq=False, kw_only=True)
+class Server:
+    """One server, for as long as it is the same process.
+
+    Attributes:
+      name: public name, e.g. "SGLang server 0".
+      info: as it told before it was admitted.
+      has_spans: its answers tell the version of each token.
+      n_legs: attempts that are on it now.
+      generating: shut while it generates nothing although it is well: paused, or loading weights.
+      n_holds: how often that was so, for those who looked away meanwhile.
+      lost: why it is gone, None while it serves.
+      gone: set when it is lost.
+    """
+
+    name: str
+    client: SGLangClient
+    info: ServerInfo
+    has_spans: bool
+    n_legs: int = 0
+    generating: Gate = field(factory=Gate)
+    n_holds: int = 0
+    lost: str | None = None
+    gone: trio.Event = field(factory=trio.Event)
+    _scopes: set[trio.CancelScope] = field(factory=set)
+
+    def hold(self, reason: str) -> None:
+        """From now on it generates nothing."""
+        self.generating.shut(reason)
+        self.n_holds += 1
+
+    def release(self) -> None:
+        """The opposite of `hold`."""
+        self.generating.open()
+
+    def enter(self) -> trio.CancelScope:
+        """A scope around a leg, cancelled when the server is lost."""
+        scope = trio.CancelScope()
+        self._scopes.add(scope)
+        self.n_legs += 1
+        return scope
+
+    def leave(self, scope: trio.CancelScope) -> None:
+        """The leg is over."""
+        self._scopes.remove(scope)
+        self.n_legs -= 1
+
+    def lose(self, reason: str) -> None:
+        """It is gone: whoever waits for an answer is told."""
+        self.lost = reason
+        self.gone.set()
+        for scope in self._scopes:
+            scope.cancel(reason=reason)
+
+
+class Fleet:
+    """Servers that take work.
+
+    Args:
+      routing: "least_loaded", or "session": always the same server for a Session, as long as it lives.
+    """
+
+    def __init__(self, routing: Routing = "least_loaded") -> None:
+        self._routing = routing
+        self._servers: dict[str, Server] = {}
+        self._changed = trio.Event()
+        self._closed: str | None = None
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those that take work now."""
+        return list(self._servers.values())
+
+    def admit(self, server: Server) -> None:
+        """Let it have work from now on."""
+        self._servers[server.name] = server
+        emit("server.admitted", server=server.name, url=server.client.url, version=server.info.version)
+        self._tell()
+
+    def lose(self, server: Server, reason: str) -> None:
+        """Let it have none any more; attempts on it fail as retryable. Idempotent."""
+        if server.lost is None:
+            emit("server.lost", server=server.name, legs=server.n_legs, reason=reason)
+        if self._servers.get(server.name) is server:
+            del self._servers[server.name]
+        server.lose(reason)
+        self._tell()
+
+    def close(self, reason: str) -> None:
+        """No server will come any more: whoever waits for one is told."""
+        self._closed = reason
+        self._tell()
+
+    async def choose(self, session_key: str) -> Server:
+        """The server for an attempt of a Session; waits while there is none but one may come.
+
+        Raises:
+          BackendUnavailable: none will come.
+
+        Cancellation: safe.
+        """
+        await trio.lowlevel.checkpoint()
+        while not self._servers:
+            if self._closed is not None:
+                raise BackendUnavailable(self._closed)
+            await self._changed.wait()
+        servers = self._servers.values()
+        if self._routing == "session":
+            return max(servers, key=lambda server: _rank(session_key, server.name))
+        return min(servers, key=lambda server: server.n_legs)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+def _rank(session_key: str, name: str) -> bytes:
+    """Rendezvous hashing: a server that comes or goes moves only the Sessions that are or were its own."""
+    return hashlib.blake2b(f"{session_key}\0{name}".encode(), digest_size=8).digest()

@@ -1,0 +1,69 @@
+"""Whether the flags of the engine agree with each other."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from relax_trio.config.tree import Config
+
+_OURS = {
+    "--model-path": "--hf-checkpoint says which",
+    "--host": "servers listen on the loopback address",
+    "--port": "each gets a free one",
+    "--weight-version": "the run counts them",
+    "--skip-tokenizer-init": "stop strings need the tokenizer",
+    "--api-key": "servers of the run listen on the loopback address only",
+}
+
+
+def backend_problems(config: Config) -> list[str]:
+    """Contradictions among the flags of the engine."""
+    backend = config.backend
+    given = [f"--sglang-{word.removeprefix('--')}" for word in backend.sglang_args if word.startswith("--")]
+    if backend.rollout_backend != "sglang":
+        given += ["--sglang-server"] if backend.sglang_server else []
+        given += ["--sglang-router-ip"] if backend.sglang_router_ip else []
+        return [f"{given[0]} is given without --rollout-backend sglang"] if given else []
+    problems = []
+    external = bool(backend.sglang_server) or backend.sglang_router_ip is not None
+    if external and given:
+        problems.append(
+            f"{given[0]} is for servers that the run starts, but --sglang-server or --sglang-router-ip names others"
+        )
+    if backend.sglang_server and backend.sglang_router_ip is not None:
+        problems.append("--sglang-server and --sglang-router-ip exclude each other: name servers or a router")
+    problems += [
+        f"--sglang-{word.removeprefix('--')} can't be given: {_OURS[word]}"
+        for word in backend.sglang_args
+        if word in _OURS
+    ]
+    for url in backend.sglang_server:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            problems.append(f"--sglang-server {url}: must be like http://HOST:PORT")
+    if len(set(backend.sglang_server)) < len(backend.sglang_server):
+        problems.append("--sglang-server names a server twice")
+    if backend.sglang_gpus and len(backend.sglang_gpus) % backend.sglang_num_servers:
+        problems.append(
+            f"--sglang-gpus: {len(backend.sglang_gpus)} GPUs can't be shared out evenly among "
+            f"--sglang-num-servers {backend.sglang_num_servers}"
+        )
+    if (backend.sglang_update_recipe == "in_place") != backend.allow_stale_kv:
+        problems.append(
+            "--sglang-update-recipe in_place and --allow-stale-kv belong together: attempts then go on from a cache "
+            "that older weights computed"
+        )
+    if config.rollout.deterministic and "--enable-deterministic-inference" not in backend.sglang_args:
+        problems.append("--deterministic with SGLang needs --sglang-enable-deterministic-inference")
+    return problems
+
+
+def backend_warnings(config: Config) -> list[str]:
+    """What can be run but means something else than one may think."""
+    rollout = config.rollout
+    if config.backend.rollout_backend == "sglang" and (rollout.rollout_top_p < 1 or rollout.rollout_top_k != -1):
+        return [
+            "--rollout-top-p and --rollout-top-k with SGLang: its logprobs are those of the whole vocabulary, not of "
+            "what is left after them, so the trainer's ratios are off"
+        ]
+    return []

@@ -1,0 +1,156 @@
+"""From the configuration to a backend over SGLang servers: own ones, named ones, or those of a router."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from relax_trio.backend.base import Backend
+from relax_trio.backend.checkpoint import require_config
+from relax_trio.backend.sglang.backend import Keeper, SGLangBackend, SGLangOptions
+from relax_trio.backend.sglang.exchange import Recipe
+from relax_trio.backend.sglang.external import ExternalServer, ExternalServers, RouterServers
+from relax_trio.backend.sglang.owned import OwnedServer, OwnedServers
+from relax_trio.config.backend_tree import BackendConfig
+from relax_trio.config.tree import Config
+from relax_trio.data.json import JsonValue
+from relax_trio.errors import ConfigError, boundary
+from relax_trio.ids import WeightVersion
+from relax_trio.loop import setup
+from relax_trio.runtime.engine import MAX_INFLIGHT_ATTEMPTS
+from relax_trio.sync.process import Warden
+from relax_trio.tokens.codec import ChatCodec
+
+SNAPSHOTS_DIR = "weights"
+LOGS_DIR = "servers"
+
+_RECIPES: dict[str, Recipe] = {r: r for r in ("auto", "drain", "abort", "retract", "in_place")}
+_TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
+_PIPELINE_PARALLEL = ("--pp-size", "--pp", "--pipeline-parallel-size")
+_DATA_PARALLEL = ("--dp-size", "--dp", "--data-parallel-size")
+
+
+def make_backend(
+    config: Config, checkpoint: Path, codec: ChatCodec, version: WeightVersion, *, warden: Warden, run_dir: Path
+) -> Backend:
+    """What `--rollout-backend` says, not started yet.
+
+    Raises:
+      ConfigError: it can't be run with this checkpoint.
+    """
+    if config.backend.rollout_backend == "sglang":
+        return make_sglang_backend(config, checkpoint, codec, version, warden=warden, run_dir=run_dir)
+    return setup.make_backend(config, checkpoint, codec, version)
+
+
+def make_sglang_backend(
+    config: Config, checkpoint: Path, codec: ChatCodec, version: WeightVersion, *, warden: Warden, run_dir: Path
+) -> SGLangBackend:
+    """The backend, not started yet.
+
+    Raises:
+      ConfigError: the checkpoint's sizes can't be read, or conversations are allowed to be longer than the model.
+    """
+    vocab_len, model_len = model_sizes(checkpoint)
+    lens = (config.rollout.rollout_max_context_len, config.eval.eval_max_context_len)
+    known = [length for length in lens if length is not None]
+    if known and model_len is not None and max(known) > model_len:
+        raise ConfigError(
+            f"--rollout-max-context-len or --eval-max-context-len is {max(known)} tokens, but {checkpoint} was made "
+            f"for {model_len}; lower it"
+        )
+    backend = config.backend
+    options = SGLangOptions(
+        max_context_len=max(known) if lens[0] is not None else None,
+        vocab_len=vocab_len,
+        routing="session" if backend.sglang_routing == "session" else "least_loaded",
+        session_lifecycle=backend.agentic_session_lifecycle,
+        recipe=_RECIPES[backend.sglang_update_recipe],
+        transfer="tensor" if backend.sglang_weight_transfer == "tensor" else "disk",
+    )
+    return SGLangBackend(
+        checkpoint,
+        version,
+        snapshot_dir=run_dir / SNAPSHOTS_DIR,
+        keepers=_keepers(backend, warden, run_dir),
+        options=options,
+        decode=codec.decode,
+    )
+
+
+def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keeper]:
+    external = ExternalServers(
+        start_timeout_s=config.sglang_start_timeout,
+        health_timeout_s=config.engine_health_timeout,
+        max_inflight=MAX_INFLIGHT_ATTEMPTS,
+    )
+    if config.sglang_router_ip is not None:
+        return [RouterServers(external, f"http://{config.sglang_router_ip}:{config.sglang_router_port}")]
+    if config.sglang_server:
+        return [ExternalServer(external, url) for url in config.sglang_server]
+    owned = OwnedServers(
+        warden=warden,
+        python=config.sglang_python or sys.executable,
+        args=config.sglang_args,
+        log_dir=run_dir / LOGS_DIR,
+        gpus=share_out(config, torch.cuda.device_count()),
+        max_restarts=config.sglang_max_restarts,
+        start_timeout_s=config.sglang_start_timeout,
+        health_timeout_s=config.engine_health_timeout,
+        max_inflight=MAX_INFLIGHT_ATTEMPTS,
+    )
+    return [OwnedServer(owned, index) for index in range(config.sglang_num_servers)]
+
+
+def share_out(config: BackendConfig, n_gpus: int) -> tuple[str, ...]:
+    """CUDA_VISIBLE_DEVICES of each server; empty: each sees what this process sees.
+
+    A server takes tensor × pipeline × data parallel sizes; with attention data parallelism the data parallel ranks are
+    the tensor parallel ones.
+
+    Raises:
+      ConfigError: there are not enough.
+    """
+    n_servers = config.sglang_num_servers
+    gpus = config.sglang_gpus or tuple(range(n_gpus))
+    if not gpus or (n_servers == 1 and not config.sglang_gpus):
+        return ()
+    words = config.sglang_args
+    n_each = _size(words, _TENSOR_PARALLEL) * _size(words, _PIPELINE_PARALLEL)
+    if "--enable-dp-attention" not in words:
+        n_each *= _size(words, _DATA_PARALLEL)
+    if n_each * n_servers > len(gpus):
+        raise ConfigError(
+            f"--sglang-num-servers {n_servers} need {n_each} GPUs each, but there are {len(gpus)}; "
+            "lower --sglang-num-servers or --sglang-tp-size"
+        )
+    if config.sglang_gpus:
+        n_each = len(gpus) // n_servers
+    return tuple(",".join(map(str, gpus[i * n_each : (i + 1) * n_each])) for i in range(n_servers))
+
+
+def _size(words: tuple[str, ...], names: tuple[str, ...]) -> int:
+    """The value of the last of `names` among another program's words; 1 where there is none."""
+    found = [value for word, value in pairwise(words) if word in names]
+    return int(found[-1]) if found and found[-1].isdecimal() else 1
+
+
+def model_sizes(checkpoint: Path) -> tuple[int, int | None]:
+    """Token ids that the model takes, and the longest context it was made for, if its config.json says so.
+
+    Raises:
+      ConfigError: there is no readable config.json with a vocab_size.
+    """
+    require_config(checkpoint)
+    with boundary(ConfigError, f"{checkpoint}: config.json can't be read", OSError, ValueError):
+        config: JsonValue = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    vocab_len = text.get("vocab_size") if isinstance(text, dict) else None
+    if not isinstance(text, dict) or not isinstance(vocab_len, int):
+        raise ConfigError(f"{checkpoint}: config.json has no vocab_size")
+    position = text.get("max_position_embeddings")
+    return vocab_len, position if isinstance(position, int) else None

@@ -1,0 +1,85 @@
+"""A real SGLang server on the CPU: what only real weights, a real cache and a real scheduler can show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trio
+from builders_backend import generate_all, make_attempt, recompute, serving
+from builders_sglang import SERVED_VOCAB_LEN, backend_on, served_model
+
+from relax_trio.backend.base import WeightSource
+from relax_trio.backend.sglang.check import check_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.sglang_server]
+
+START_S = 300.0
+ATOL = 2e-3
+"""Float32 on both sides; kernels and batch widths differ."""
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Plain models of the weight versions that the tests use."""
+    return {"v1": served_model(0), "v2": served_model(1)}
+
+
+@pytest.fixture
+def make(sglang_server, tmp_path):
+    checkpoint, url = sglang_server
+
+    def make(**options):
+        return backend_on(checkpoint, tmp_path, url, start_timeout_s=START_S, vocab_len=SERVED_VOCAB_LEN, **options)
+
+    return make
+
+
+def worst_difference(models, prefix, result):
+    """Largest difference of a logprob to that of the plain model of the token's own version."""
+    tokens = [*prefix, *result.token_ids]
+    worst, at = 0.0, 0
+    for span in result.versions:
+        end = at + span.n_tokens
+        plain = recompute(models[span.version], tokens[: len(prefix) + end], span.n_tokens)
+        worst = max(worst, *(abs(a - b) for a, b in zip(plain, result.logprobs[at:end], strict=True)))
+        at = end
+    return worst
+
+
+@pytest.mark.parametrize("recipe", ["retract", "abort", "drain"])
+@pytest.mark.parametrize("transfer", ["disk", "tensor"])
+async def test_every_logprob_is_that_of_the_version_its_token_names(make, models, recipe, transfer):
+    prefixes = [[5 + i, 7, 9 + i] for i in range(4)]
+    results = [None] * len(prefixes)
+
+    async def call(i):
+        attempt = make_attempt(prefixes[i], session=f"s{i}", max_new_tokens=120)
+        results[i] = await backend.generate(attempt)
+
+    async with serving(make(recipe=recipe, transfer=transfer)) as backend, trio.open_nursery() as nursery:
+        for i in range(len(prefixes)):
+            nursery.start_soon(call, i)
+        await trio.sleep(0.4)
+        await backend.update_weights("v2", WeightSource(tensors=models["v2"].state_dict()))
+        late = await backend.generate(make_attempt(prefixes[0], session="late", max_new_tokens=4))
+        assert [span.version for span in late.versions] == ["v2"]
+        assert late.cached_len == 0 or recipe == "retract"  # its own prefix may be cached again, under v2
+    for prefix, result in zip([*prefixes, prefixes[0]], [*results, late], strict=True):
+        assert result.finish == "length"
+        assert worst_difference(models, prefix, result) < ATOL
+    if recipe != "drain":
+        assert {span.version for result in results for span in result.versions} == {"v1", "v2"}
+
+
+async def test_a_sampled_answer_has_the_logprobs_of_its_temperature(make, models):
+    prefix = [3, 1, 4, 1, 5]
+    async with serving(make()) as backend:
+        (result,) = await generate_all(backend, [make_attempt(prefix, max_new_tokens=40, temperature=0.7)])
+    plain = recompute(models["v1"], [*prefix, *result.token_ids], len(result.token_ids), temperature=0.7)
+    assert torch.allclose(torch.tensor(plain), torch.tensor(result.logprobs.tolist()), atol=ATOL)
+
+
+async def test_the_contract_as_a_table_has_no_failure(sglang_server):
+    findings = await trio.to_thread.run_sync(check_engine, sglang_server[1], START_S)
+
+    assert {finding.what: finding.detail for finding in findings if finding.verdict == "FAILED"} == {}
