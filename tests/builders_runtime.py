@@ -51,8 +51,8 @@ class ByteCodec:
     def token_text(self, token_id):
         return self.decode([token_id])
 
-    def read_turn(self, token_ids, *, stopped, tools, state, stop_string, chat_template_kwargs=None):
-        message = Message(role="assistant", content=self.decode(token_ids))
+    def read_turn(self, token_ids, *, prefill="", stopped, tools, state, stop_string, chat_template_kwargs=None):
+        message = Message(role="assistant", content=prefill + self.decode(token_ids))
         return ParsedTurn(message=message, finish="stop" if stopped else "length")
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
+from attrs import evolve
+
 from relax_trio.api.anthropic_history import HistoryReader
 from relax_trio.api.anthropic_reply import message_events, message_json, ping
 from relax_trio.api.dialect import ParsedRequest, sse_data
@@ -59,7 +61,7 @@ class MessagesDialect:
             raise InvalidRequest(
                 "max_tokens is required: the most tokens that this turn may generate", param="max_tokens"
             )
-        request = _request(fields, template_variables, max_tokens=limit, digest=digest, retry=retry)
+        request = _continued(_request(fields, template_variables, max_tokens=limit, digest=digest, retry=retry))
         return ParsedRequest(request=request, stream=optional_bool(fields, "stream"))
 
     def parse_count(self, body: JsonValue, *, template_variables: Container[str] = frozenset()) -> CanonicalRequest:
@@ -125,6 +127,15 @@ def _request(
         retry=retry,
         skipped=tuple(history.skipped),
     )
+
+
+def _continued(request: CanonicalRequest) -> CanonicalRequest:
+    """`request`, whose last message, where it is text of the assistant, is the beginning of the turn."""
+    *before, last = request.messages
+    is_text = isinstance(last.content, str) and last.content and not last.tool_calls and not last.reasoning_content
+    if last.role != "assistant" or not is_text or not before:
+        return request
+    return evolve(request, messages=tuple(before), prefill=str(last.content))
 
 
 def _tools(raw: JsonValue, history: HistoryReader) -> tuple[JsonObject, ...]:

@@ -17,7 +17,7 @@ def message_json(completion: Completion, parsed: ParsedRequest, *, name: str) ->
     stop_reason, stop_sequence = _stop(completion, parsed)
     return {
         **_opened(completion, parsed, name),
-        "content": [*_blocks(completion.message)],
+        "content": [*_blocks(completion.message, parsed.request.prefill)],
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
         "usage": _usage(completion.usage),
@@ -27,7 +27,7 @@ def message_json(completion: Completion, parsed: ParsedRequest, *, name: str) ->
 def message_events(completion: Completion, parsed: ParsedRequest, *, name: str) -> bytes:
     """The whole reply as events: one start, one stop and whole deltas for each block."""
     frames = [_event({"type": "message_start", "message": _opened(completion, parsed, name)})]
-    for index, block in enumerate(_blocks(completion.message)):
+    for index, block in enumerate(_blocks(completion.message, parsed.request.prefill)):
         start, deltas = _streamed(block)
         frames.append(_event({"type": "content_block_start", "index": index, "content_block": start}))
         frames += [_event({"type": "content_block_delta", "index": index, "delta": delta}) for delta in deltas]
@@ -62,13 +62,16 @@ def _opened(completion: Completion, parsed: ParsedRequest, name: str) -> JsonObj
     }
 
 
-def _blocks(message: Message) -> Iterator[JsonObject]:
-    """Thinking, text, calls. A message without text and calls has an empty text: clients look for one."""
+def _blocks(message: Message, prefill: str) -> Iterator[JsonObject]:
+    """Thinking, text, calls. A message without text and calls has an empty text: clients look for one.
+
+    What the client began the turn with is not said again.
+    """
     if message.reasoning_content is not None:
         reasoning = message.reasoning_content
         yield {"type": "thinking", "thinking": reasoning, "signature": seal(reasoning)}
     if message.content or not message.tool_calls:
-        yield {"type": "text", "text": str(message.content or "")}
+        yield {"type": "text", "text": str(message.content or "").removeprefix(prefill)}
     for call in message.tool_calls:
         call_id, given = call_to_client(call)
         yield {"type": "tool_use", "id": call_id, "name": call.name, "input": given}

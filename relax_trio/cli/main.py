@@ -1,8 +1,8 @@
 """The `relax-trio` command: finds the subcommand, prints help, turns failures into messages and exit statuses.
 
 Owns no work. A subcommand `x-y` is the module `relax_trio.cli.x_y_cmd` with `run(argv) -> int`, imported when it is
-called; it must import quickly and leave torch to the inside of `run`. Flags of its own stand in a frozen attrs class `Own`
-there, declared with `option()` and parsed by `parse_command(argv, Own)`.
+called; it must import quickly and leave torch to the inside of `run`. Flags of its own stand in a frozen attrs class
+`Own` there, declared with `option()` and parsed by `parse_command(argv, Own)`.
 """
 
 from __future__ import annotations

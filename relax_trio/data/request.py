@@ -30,6 +30,7 @@ class CanonicalRequest:
       digest: SHA-256 of path and body as sent; equal for a re-sent request.
       retry: the client marked the request as a retry (`x-stainless-retry-count` > 0).
       skipped: kinds of items and hosted tools that were left out because nothing here serves them, each once.
+      prefill: text with which the client has begun the turn; the model goes on from there. "" for none.
     """
 
     messages: tuple[Message, ...]
@@ -44,6 +45,7 @@ class CanonicalRequest:
     digest: bytes = b""
     retry: bool = False
     skipped: tuple[str, ...] = ()
+    prefill: str = ""
 
 
 @frozen(kw_only=True)

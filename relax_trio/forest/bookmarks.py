@@ -107,7 +107,8 @@ class Bookmarks:
         thought = added.kind == "response" and answers[0].reasoning_content is not None
         for mark in [m for m in self._marks if m.tree == added.tree.state and m.reading.n_answered >= first_new]:
             may_branch = thought or (answers and mark.reading.n_restored > 0)
-            if not mark.sole or (may_branch and _passes(mark.reading, parent)):
+            passes = bool(parent.prefill) or _passes(mark.reading, parent)  # a prefilled observation hides its state
+            if not mark.sole or (may_branch and passes):
                 self._marks.remove(mark)
 
 

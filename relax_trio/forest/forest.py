@@ -15,7 +15,7 @@ import pickle
 from array import array
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from relax_trio.data.json import JsonObject
 from relax_trio.data.messages import Message
@@ -23,7 +23,7 @@ from relax_trio.data.request import FinishReason
 from relax_trio.data.sample import VersionSpan
 from relax_trio.errors import EngineFault, InvalidRequest
 from relax_trio.events import emit
-from relax_trio.forest.hashing import chain, message_hash, next_state, root_state
+from relax_trio.forest.hashing import chain, message_hash, next_state, prefilled_state, root_state
 from relax_trio.forest.matching import Position, Recognized, StateIndex, UnechoedReasoning
 from relax_trio.forest.node import Node, Tree
 from relax_trio.ids import NodeId, StateHash
@@ -42,6 +42,7 @@ class Match:
       new_states: state of the conversation after each of them; of `observation` only the last.
       tree: its tools and template arguments.
       n_restored: messages of the request that were taken as a committed response with reasoning.
+      prefill: text with which the client has begun the response, see `prefilled`.
     """
 
     parent: Node
@@ -50,6 +51,11 @@ class Match:
     new_states: tuple[StateHash, ...]
     tree: Tree
     n_restored: int = 0
+    prefill: str = ""
+
+    def prefilled(self, prefill: str) -> Match:
+        """The same request, whose response the client has begun: an observation of its own, whatever is known."""
+        return evolve(self, observation=None, prefill=prefill)
 
     @property
     def state(self) -> StateHash:
@@ -124,13 +130,14 @@ class SessionForest:
         Marks the responses the request builds on as delivered: the client could not know them otherwise.
 
         Raises:
-          InvalidRequest: no message, or the last one is the assistant's: this API continues conversations, not
-            assistant messages.
+          InvalidRequest: no message, or the last one is the assistant's. The beginning of a turn is no message: see
+            `Match.prefilled`.
         """
         if not messages or messages[-1].role == "assistant":
             raise InvalidRequest(
-                "the last message is from the assistant; continuing an assistant message is not served: append a user "
-                "or tool message, or send the history without it to have that turn generated again",
+                "the last message is from the assistant; only plain text of it at the end of a /v1/messages request is "
+                "continued: append a user or tool message, or send the history without it to have that turn generated "
+                "again",
                 param=f"messages[{len(messages) - 1}]" if messages else "messages",
             )
         tree = self._tree(tools, chat_template_kwargs)
@@ -179,7 +186,8 @@ class SessionForest:
         returned: its tokens stand. Never checkpoints.
 
         Args:
-          observation_ids: `array('i')` encoding of `match.new_messages`; ignored where `match.observation` is set.
+          observation_ids: `array('i')` encoding of `match.new_messages` and of the prefill; ignored where
+            `match.observation` is set.
           message: the canonical assistant message parsed from `token_ids`.
           token_ids, logprobs: `array('i')`, `array('d')`, what the engine returned, C each.
           versions: spans over the C tokens.
@@ -211,7 +219,7 @@ class SessionForest:
                 n_messages=observation.n_messages + 1,
             )
         )
-        self._index.add_response(node, observation)
+        self._index.add_response(node, observation, match.state)
         return node
 
     def mark_delivered(self, node: Node) -> None:
@@ -280,10 +288,14 @@ class SessionForest:
     def _observation(self, match: Match, observation_ids: array[int]) -> Node:
         if match.observation is not None:
             return match.observation
+        state, states = match.state, match.new_states
+        if match.prefill:
+            state = prefilled_state(match.state, match.prefill)
+            states = (*states, state)
         for child in match.parent.children:
             # a concurrent turn may have committed it; equal messages with other tokens (a template that prints the
             # time) are a delta of their own, because recorded tokens are what the engine was sent
-            if child.state == match.state and child.token_ids == observation_ids:
+            if child.state == state and child.token_ids == observation_ids:
                 return child
         tree = match.parent.tree or self._trees.setdefault(match.tree.state, match.tree)
         node = self._add(
@@ -295,13 +307,14 @@ class SessionForest:
                 messages=match.new_messages,
                 token_ids=array("i", observation_ids),
                 logprobs=array("d"),
-                state=match.state,
+                state=state,
+                prefill=match.prefill,
                 prefix_len=match.parent.total_len,
                 n_messages=match.parent.n_messages + len(match.new_messages),
                 delivered=True,
             )
         )
-        self._index.add_observation(node, match.parent, match.new_states)
+        self._index.add_observation(node, match.parent, states)
         return node
 
     def _add(self, node: Node) -> Node:

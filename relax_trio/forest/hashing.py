@@ -18,6 +18,7 @@ from relax_trio.data.messages import Message, Part, TextPart
 from relax_trio.ids import StateHash
 
 _ROOT_TAG: Final = "root"
+_PREFILL_TAG: Final = b"prefill"
 _sha256 = hashlib.sha256
 
 
@@ -35,6 +36,11 @@ def root_state(tools: Sequence[JsonObject], chat_template_kwargs: JsonObject) ->
 def next_state(state: StateHash, digest: bytes) -> StateHash:
     """State after one more message with hash `digest`."""
     return StateHash(_sha256(state + digest).digest())
+
+
+def prefilled_state(state: StateHash, prefill: str) -> StateHash:
+    """State after the request of `state` and the beginning of an answer. No request of messages alone has it."""
+    return StateHash(_sha256(state + _PREFILL_TAG + prefill.encode()).digest())
 
 
 def chain(state: StateHash, digests: Iterable[bytes]) -> list[StateHash]:

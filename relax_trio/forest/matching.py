@@ -85,12 +85,12 @@ class StateIndex:
         self._interior.update(states[:-1])
         self._bookmarks.drop_read_through(parent, node, len(states))
 
-    def add_response(self, node: Node, observation: Node) -> None:
-        """Register a response committed below `observation`."""
+    def add_response(self, node: Node, observation: Node, before: StateHash) -> None:
+        """Register a response committed below `observation`, to a request of state `before`."""
         self.nodes.setdefault(node.state, node)
         self._bookmarks.drop_read_through(observation, node, 1)
         if node.messages[0].reasoning_content is not None:
-            self._visible.setdefault((observation.state, visible_hash(node.messages[0])), []).append(node)
+            self._visible.setdefault((before, visible_hash(node.messages[0])), []).append(node)
 
     def recognize(self, root: Node, tree: StateHash, messages: Sequence[Message]) -> Recognized:
         """Compare `messages` with the beginnings read before, and hash what is behind the longest."""

@@ -56,6 +56,7 @@ class Node:
       delivered: responses: the client has it (its last byte went out, or a later request built on it).
       n_equal: responses: later generations that came out equal and were counted instead of stored.
       restored: responses: some client sent it back without its reasoning.
+      prefill: observations: text behind the generation prompt with which the client began the response.
     """
 
     id: NodeId
@@ -74,6 +75,7 @@ class Node:
     delivered: bool = False
     n_equal: int = 0
     restored: bool = False
+    prefill: str = ""
     children: list[Node] = field(factory=list, repr=False)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from relax_trio.config.tree import Config
 from relax_trio.data.json import JsonObject
 from relax_trio.data.task import TaskInput
 from relax_trio.ids import GroupId, WeightVersion, place_id
-from relax_trio.loop import setup
+from relax_trio.loop import servers, setup
 from relax_trio.loop.start import tell_operator
 from relax_trio.runtime.engine import Engine, open_engine
 from relax_trio.runtime.session import Session
 from relax_trio.runtime.stop import Stop
 from relax_trio.sync.cpu import ThreadCpuPool
+from relax_trio.sync.process import Warden
 
 GROUP = GroupId("S0")
 """Public name of the Group that served Sessions stand in."""
@@ -48,26 +50,32 @@ async def serve(
     """
     cpu = ThreadCpuPool(setup.n_cores())
     codec = setup.load_codec(config, checkpoint)
-    backend: Backend
-    if answers is None:
-        backend = setup.make_backend(config, checkpoint, codec, WeightVersion("0"))
-    else:
-        backend = ScriptedBackend(
-            read_answers(answers, codec.encode_text, codec.stop_token_ids[0]),
-            name=str(answers),
-            max_context_len=config.rollout.rollout_max_context_len or SCRIPTED_CONTEXT_LEN,
-            vocab_len=codec.vocab_len,
-        )
-    async with open_engine(config, stop=stop, backend=backend, codec=codec, cpu=cpu, run_dir=Path()) as engine:
-        sessions = [_make_session(config, engine, index) for index in range(n_sessions)]
-        with stop.work():
-            async with trio.open_nursery() as nursery:
-                for session in sessions:
-                    await nursery.start(_hold, session, name=f"session {session.name}")
-                _announce(engine, sessions)
-                await trio.sleep(math.inf)
-        if forest_out is not None:
-            _write_forests(forest_out, sessions)
+    warden = Warden()
+    with tempfile.TemporaryDirectory(prefix="relax-trio-serve-") as scratch:
+        backend: Backend
+        if answers is None:
+            backend = servers.make_backend(
+                config, checkpoint, codec, WeightVersion("0"), warden=warden, run_dir=Path(scratch)
+            )
+        else:
+            backend = ScriptedBackend(
+                read_answers(answers, codec.encode_text, codec.stop_token_ids[0]),
+                name=str(answers),
+                max_context_len=config.rollout.rollout_max_context_len or SCRIPTED_CONTEXT_LEN,
+                vocab_len=codec.vocab_len,
+            )
+        async with open_engine(
+            config, stop=stop, backend=backend, codec=codec, cpu=cpu, run_dir=Path(), warden=warden
+        ) as engine:
+            sessions = [_make_session(config, engine, index) for index in range(n_sessions)]
+            with stop.work():
+                async with trio.open_nursery() as nursery:
+                    for session in sessions:
+                        await nursery.start(_hold, session, name=f"session {session.name}")
+                    _announce(engine, sessions)
+                    await trio.sleep(math.inf)
+            if forest_out is not None:
+                _write_forests(forest_out, sessions)
 
 
 def _make_session(config: Config, engine: Engine, index: int) -> Session:

@@ -121,11 +121,18 @@ async def _begin(request: CanonicalRequest, session: Session) -> Turn:
     """Match the parent state and encode what is new."""
     shared = session.shared
     match = session.forest.match(request.messages, request.tools, request.chat_template_kwargs)
-    if match.observation is not None:
+    known = match.observation
+    if known is not None and not request.prefill:
         observation_ids = array("i")
-        prefix = session.forest.tokens(match.observation)
+        prefix = session.forest.tokens(known)
     else:
-        observation_ids = await encode_new(request, match.parent, match.new_messages, session)
+        if known is None:
+            observation_ids = await encode_new(request, match.parent, match.new_messages, session)
+        else:
+            observation_ids = array("i", known.token_ids)
+        if request.prefill:
+            match = match.prefilled(request.prefill)
+            observation_ids += shared.codec.encode_prefill(request.prefill, request.chat_template_kwargs)
         prefix = session.forest.tokens(match.parent)
         prefix.extend(observation_ids)
     limits = session.limits
@@ -239,6 +246,7 @@ async def _commit(call: Call, session: Session, turn: Turn, *, stopped: bool) ->
         turn.token_ids,
         stopped=stopped,
         tools=request.tools,
+        prefill=request.prefill,
         state=turn.match.state,
         stop_string=turn.stop_string,
         chat_template_kwargs=request.chat_template_kwargs,

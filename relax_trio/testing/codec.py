@@ -45,6 +45,10 @@ class ByteCodec:
         ids = self.encode_opening(messages, tools, chat_template_kwargs)
         return ids if turn_ids and turn_ids[-1] == STOP else array("i", [STOP]) + ids
 
+    def encode_prefill(self, prefill: str, chat_template_kwargs: JsonObject) -> array[int]:
+        """See `ChatCodec`."""
+        return array("i", self.encode_text(prefill))
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """See `ChatCodec`; ends of turns are left out."""
         return bytes(token_id - 1 for token_id in token_ids if token_id != STOP).decode("utf-8", "replace")
@@ -57,6 +61,7 @@ class ByteCodec:
         self,
         token_ids: Sequence[int],
         *,
+        prefill: str = "",
         stopped: bool,
         tools: Sequence[JsonObject],
         state: StateHash,
@@ -66,7 +71,7 @@ class ByteCodec:
         """See `ChatCodec`."""
         text = self.decode(token_ids)
         text = text.partition(stop_string)[0] if stop_string else text
-        message = Message(role="assistant", content=text)
+        message = Message(role="assistant", content=prefill + text)
         return ParsedTurn(message=message, finish="stop" if stopped else "length")
 
 

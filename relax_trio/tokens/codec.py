@@ -30,6 +30,7 @@ from relax_trio.tokens.parsers.base import ParsedCall, ReasoningParser, ToolCall
 from relax_trio.tokens.parsers.registry import reasoning_parser as named_reasoning_parser
 from relax_trio.tokens.parsers.registry import tool_call_parser as named_tool_call_parser
 from relax_trio.tokens.parsers.turn import read_turn_text
+from relax_trio.tokens.prefill import prefill_text
 from relax_trio.tokens.template import ChatTemplate
 from relax_trio.tokens.turn_end import TurnEnds, find_turn_ends
 
@@ -195,10 +196,23 @@ class ChatCodec:
         """Text of one id; parts of a character become U+FFFD."""
         return self._decode([token_id])
 
+    def encode_prefill(self, prefill: str, chat_template_kwargs: JsonObject) -> array[int]:
+        """`array('i')` of the text with which a client begins a turn, behind the generation prompt.
+
+        Where that prompt has opened the reasoning, it is closed, empty.
+
+        Raises:
+          InvalidRequest: the template can't go on from there.
+        """
+        if self._reasoning is not None and self._opens(canonical_json(chat_template_kwargs)):
+            return array("i", self._encode(f"\n{self._reasoning.end}\n\n{prefill}"))
+        return array("i", self._encode(prefill_text(self.template, prefill, chat_template_kwargs)))
+
     def read_turn(
         self,
         token_ids: Sequence[int],
         *,
+        prefill: str = "",
         stopped: bool,
         tools: Sequence[JsonObject],
         state: StateHash,
@@ -208,7 +222,8 @@ class ChatCodec:
         """Read one generated turn. Never raises for what a model wrote.
 
         Args:
-          token_ids: all of the turn, stop token included.
+          token_ids: all that was generated of the turn, stop token included.
+          prefill: the text before it with which the client began the turn.
           stopped: a stop token or string ended it (else the limit did).
           tools: the lineage's tools; calls are looked for only where there are some.
           state: identity of the request; call ids are made from it.
@@ -221,13 +236,14 @@ class ChatCodec:
         text = self._decode(ids)
         if stop_string:
             text = text.partition(stop_string)[0]
+        text = prefill + text
         kwargs = chat_template_kwargs or {}
         read = read_turn_text(
             text,
             reasoning_parser=self._reasoning,
             tool_call_parser=self._calls if tools else None,
             tools=tools,
-            opened=self._opens(canonical_json(kwargs)),
+            opened=not prefill and self._opens(canonical_json(kwargs)),
             chat_template_kwargs=kwargs,
         )
         calls = self._tool_calls(read.calls, state, token_ids)

@@ -63,7 +63,6 @@ async def test_every_logprob_is_that_of_the_version_its_token_names(make, models
         await backend.update_weights("v2", WeightSource(tensors=models["v2"].state_dict()))
         late = await backend.generate(make_attempt(prefixes[0], session="late", max_new_tokens=4))
         assert [span.version for span in late.versions] == ["v2"]
-        assert late.cached_len == 0 or recipe == "retract"  # its own prefix may be cached again, under v2
     for prefix, result in zip([*prefixes, prefixes[0]], [*results, late], strict=True):
         assert result.finish == "length"
         assert worst_difference(models, prefix, result) < ATOL

@@ -99,3 +99,26 @@ async def test_thinking_depends_on_the_template(loopback_clock, variables):
 
     assert [block["type"] for block in response.json()["content"]] == ["thinking", "text"]
     assert session.calls[0].request.chat_template_kwargs == dict.fromkeys(variables, False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_the_client_began_is_answered_with_the_rest(loopback_clock, stream):
+    session = FakeSession(answer=make_completion(message=Message(role="assistant", content="Grüße!")))
+    begun = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "Grü"}]}]
+    async with open_api(session) as api:
+        response = await api.client.post("/v1/messages", json={**BODY, "messages": begun, "stream": stream})
+
+    assert response.status_code == 200
+    request = session.calls[0].request
+    assert (request.messages, request.prefill) == ((Message(role="user", content="hi"),), "Grü")
+    assert ("ße!" in response.text, "Grüße!" in response.text) == (True, False)
+
+
+@pytest.mark.parametrize("last", ["", [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]])
+async def test_only_text_begins_a_turn(loopback_clock, last):
+    session = FakeSession()
+    async with open_api(session) as api:
+        body = {**BODY, "messages": [*HI, {"role": "assistant", "content": last}]}
+        await api.client.post("/v1/messages", json=body)
+
+    assert [call.request.prefill for call in session.calls] in ([], [""])

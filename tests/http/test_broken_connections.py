@@ -233,7 +233,10 @@ REFUSED = {
     "/v1/responses": {"input": "hi", "previous_response_id": "resp_1"},
     "/v1/messages": {
         "max_tokens": 9,
-        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        ],
     },
 }
 

@@ -14,7 +14,6 @@ NOT_SERVED = {
     "openai-sdk/032": (400, "previous_response_id", "send the complete input"),
     "openai-sdk/036": (404, None, "/v1/chat/completions"),
     "openai-sdk/037": (404, None, "/v1/chat/completions"),
-    "anthropic-sdk/015": (400, None, "continuing an assistant message is not served"),
 }
 """Status, param and part of the message."""
 

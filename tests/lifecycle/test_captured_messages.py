@@ -9,13 +9,15 @@ import pytest
 from builders_runtime import open_codec_session
 
 from relax_trio.api.anthropic import MESSAGES
-from relax_trio.errors import InvalidRequest
 
 CAPTURES = {
     capture["name"]: capture["body"]
     for capture in json.loads((Path(__file__).parents[1] / "data/wire/messages_requests.json").read_text())
 }
-REFUSED = {"anthropic-sdk/004": "an image", "anthropic-sdk/015": "continues the assistant's last message"}
+REFUSED = {"anthropic-sdk/004": "an image"}
+BEGUN = "anthropic-sdk/015"
+"""Its last message is the beginning of the turn that it asks for."""
+
 COUNTED = "anthropic-sdk/013"
 CONVERSATIONS = [
     ("anthropic-sdk/005", "anthropic-sdk/006"),
@@ -45,7 +47,7 @@ def written(blocks):
     return f"{thinking}</think>" + "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
-@pytest.mark.parametrize("name", [name for name in CAPTURES if name not in REFUSED and name != COUNTED])
+@pytest.mark.parametrize("name", [name for name in CAPTURES if name not in REFUSED and name not in (COUNTED, BEGUN)])
 async def test_a_captured_request_gets_its_turn(autojump_clock, name):
     async with open_codec_session(["</think>4"]) as session:
         reply = await ask(session, CAPTURES[name])
@@ -62,11 +64,23 @@ async def test_a_captured_count_is_what_its_message_takes(autojump_clock):
     assert usage["input_tokens"] == counted > 10
 
 
-async def test_a_message_that_the_assistant_began_is_refused_with_what_to_do(autojump_clock):
-    async with open_codec_session(["4"]) as session:
-        with pytest.raises(InvalidRequest, match="continuing an assistant message is not served"):
-            await ask(session, CAPTURES["anthropic-sdk/015"])
-        assert len(session.forest.nodes) == 1
+async def test_a_turn_that_the_client_began_is_continued_and_only_the_rest_is_said_and_trained(autojump_clock):
+    body = CAPTURES[BEGUN]
+    async with open_codec_session([" 4.", "</think>hello", " 5."]) as session:
+        reply = await ask(session, body)
+        assert [block["text"] for block in reply["content"]] == [" 4."]
+        plain = await ask(session, {**body, "messages": body["messages"][:1]})
+        assert [block["text"] for block in plain["content"]] == ["hello"]
+        again = [*body["messages"][:1], {"role": "assistant", "content": "The answer is 4."}]
+        await ask(session, {**body, "messages": [*again, {"role": "user", "content": "sure?"}]})
+
+        _, begun, rest, asked, hello, sure, _ = session.forest.nodes
+        codec = session.shared.codec
+        assert codec.decode(begun.token_ids) == codec.decode(asked.token_ids) + "\n</think>\n\nThe answer is"
+        assert codec.decode(rest.token_ids).startswith(" 4.")
+        assert rest.messages[0].content == "The answer is 4."
+        assert (rest.parent, hello.parent, sure.parent) == (begun, asked, rest)
+        assert (begun.messages, begun.prefill, asked.prefill) == (asked.messages, "The answer is", "")
 
 
 @pytest.mark.parametrize(("first", "second"), CONVERSATIONS)

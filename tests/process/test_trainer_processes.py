@@ -120,11 +120,13 @@ async def test_a_team_goes_on_from_a_checkpoint_of_one_and_is_refused_another_mo
             assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-4)
             assert (await team.save(tmp_path / "team", {}) / "adapter").is_dir()
         with pytest.raises(ConfigError, match="has an adapter"):
-            async with trained(settings(), checkpoint, warden, tmp_path, resume=path):
+            async with trained(settings(), checkpoint, warden, tmp_path, n=1, resume=path):
                 pass
 
 
-async def test_rows_that_cannot_be_trained_on_leave_the_team_as_it_was_and_a_cancelled_step_too(checkpoint, tmp_path):
+async def test_bad_rows_and_a_cancelled_step_leave_the_team_as_it_was_and_a_killed_process_ends_it(
+    checkpoint, tmp_path
+):
     samples = off_policy(rollout(tiny_model(), 4))
     odd = [evolve(sample, index=sample.index + 10) for sample in off_policy(rollout(tiny_model(), 4))]
     odd[0].tokens[0] = 10_000
@@ -142,14 +144,9 @@ async def test_rows_that_cannot_be_trained_on_leave_the_team_as_it_was_and_a_can
         assert team.weights() is before
         assert (await team.step(0, samples))["train/n_optimizer_steps"] == 1
         assert team.weight_version == "1"
-
-
-async def test_a_process_that_is_killed_ends_the_trainer_and_is_named(checkpoint, tmp_path):
-    samples = off_policy(rollout(tiny_model(), 4))
-    async with running_warden() as warden, trained(settings(**DYNAMIC), checkpoint, warden, tmp_path) as team:
         os.kill(team._links[1].child.pid, signal.SIGKILL)
         with pytest.raises(TrainError, match="trainer process 1 ended"):
-            await team.step(0, samples)
+            await team.step(1, samples)
         with pytest.raises(TrainError, match="has failed before"):
             await team.save(tmp_path / "saved", {})
 

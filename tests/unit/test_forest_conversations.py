@@ -246,7 +246,7 @@ async def test_a_request_that_ends_with_the_assistant_is_refused_and_leaves_no_t
     async with open_chat("one") as chat:
         answer = await chat.ask([user("a")])
         before = len(chat.forest.nodes)
-        with pytest.raises(InvalidRequest, match="continuing an assistant message is not served") as caught:
+        with pytest.raises(InvalidRequest, match="the last message is from the assistant") as caught:
             await chat.submit([user("a"), answer]).wait_done()
         assert (caught.value.status, caught.value.param) == (400, "messages[1]")
         assert len(chat.forest.nodes) == before

@@ -334,6 +334,47 @@ def test_asking_where_a_request_stands_changes_nothing():
     assert forest.n_restored == 1
 
 
+def prefilled(forest, messages, prefill, reply):
+    return commit(forest, forest.match(messages, (), {}).prefilled(prefill), reply)
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_a_turn_that_the_client_began_has_an_observation_of_its_own(plain_first):
+    forest = SessionForest()
+    plain = turn(forest, [user("a")], "hi") if plain_first else None
+    begun = prefilled(forest, [user("a")], "he", assistant("hello"))
+    assert forest.match([user("a")], (), {}).observation is (plain.parent if plain_first else None)
+    plain = plain or turn(forest, [user("a")], "hi")
+    assert begun.parent is not plain.parent
+    assert (begun.parent.prefill, plain.parent.prefill) == ("he", "")
+    assert forest.match([user("a"), assistant("hello"), user("b")], (), {}).parent is begun
+    assert forest.match([user("a"), assistant("hi"), user("b")], (), {}).parent is plain
+    assert prefilled(forest, [user("a")], "he", assistant("hey")).parent.prefill == "he"
+    assert forest.messages(begun) == (user("a"), assistant("hello"))
+
+
+def test_equal_beginnings_share_an_observation_and_equal_turns_a_response():
+    forest = SessionForest()
+    one = prefilled(forest, [user("a")], "he", assistant("hello"))
+    two = prefilled(forest, [user("a")], "he", assistant("hey"))
+    assert one.parent is two.parent
+    assert prefilled(forest, [user("a")], "he", assistant("hello")) is one
+    assert one.n_equal == 1
+    assert len(forest.nodes) == 4
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_turn_that_the_client_began_is_restored_without_its_reasoning(read_first):
+    forest = SessionForest()
+    sent = [user("a"), assistant("hello"), user("b")]
+    written = turn(forest, [user("a")], "hello") if read_first else None
+    if written:
+        assert forest.match(sent, (), {}).parent is written
+    begun = prefilled(forest, [user("a")], "he", assistant("hello", reasoning="hm"))
+    assert forest.match(sent, (), {}).parent is (written or begun)
+    assert forest.match([sent[0], begun.messages[0], sent[2]], (), {}).parent is begun
+
+
 # --- view ------------------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from template_families import (
 from relax_trio.errors import InvalidRequest
 from relax_trio.tokens.codec import ChatCodec
 from relax_trio.tokens.dialogues import THINKING, dialogues
+from relax_trio.tokens.prefill import prefill_text
 from relax_trio.tokens.probe import probe_template
 from relax_trio.tokens.sentinel import SENTINEL
 from relax_trio.tokens.template import ChatTemplate
@@ -372,3 +373,26 @@ def test_a_turn_is_recorded_as_its_family_writes_it():
     assert written == (
         '<think>\nhm\n</think>\n\nok\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call><|im_end|>'
     )
+
+
+# --- turns that the client began --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("kwargs", [{}, {THINKING: False}], ids=["", "not thinking"])
+def test_a_turn_that_the_client_began_goes_on_as_the_template_prints_it(family, kwargs):
+    template, begun = family.codec.template, "The answer is"
+    asked = (user("how much?"),)
+    prompt = template.render(asked, (), kwargs, add_generation_prompt=True)
+    printed = template.render((*asked, assistant(f"{begun} 4")), (), kwargs, add_generation_prompt=False)
+    if family is DEEPSEEK_R1:  # its generation prompt opens the reasoning, and no history holds any
+        with pytest.raises(InvalidRequest, match="can't go on from it"):
+            prefill_text(template, begun, kwargs)
+        return
+    assert printed.startswith(f"{prompt}{prefill_text(template, begun, kwargs)} 4")
+
+
+def test_a_beginning_that_the_template_prints_otherwise_is_refused():
+    with pytest.raises(InvalidRequest, match="printed otherwise") as caught:
+        prefill_text(LLAMA3.codec.template, "  trimmed", {})
+    assert caught.value.param == "messages"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from typing import Literal
+from typing import Literal, cast
 
 from attrs import evolve, frozen
 
@@ -261,17 +261,18 @@ def _ids(value: JsonValue, what: str) -> array[int]:
 
 def _logprobs(value: JsonValue, token_ids: array[int], what: str) -> array[float]:
     """`array('d')` of the first of each `[logprob, id, text]`; the ids must be those of the output."""
-    rows = value if isinstance(value, list) else []
+    rows = cast("list[list[float]]", value) if isinstance(value, list) else []
     if len(rows) != len(token_ids):
         raise BackendProtocolError(f"{what}: {len(rows)} logprobs for {len(token_ids)} tokens")
-    logprobs = array("d")
-    for row, token_id in zip(rows, token_ids, strict=True):
-        if not isinstance(row, list) or len(row) < 2 or row[1] != token_id:
-            raise BackendProtocolError(f"{what}: logprob {row!r} is not that of token {token_id}")
-        logprob = row[0]
-        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
-            raise BackendProtocolError(f"{what}: the logprob of token {token_id} is {logprob!r}")
-        logprobs.append(float(logprob))
+    try:
+        logprobs = array("d", [row[0] for row in rows])
+        ids = [row[1] for row in rows]
+    except (TypeError, IndexError, KeyError) as exc:
+        raise BackendProtocolError(f"{what}: output_token_logprobs are not [logprob, id, …]: {exc}") from exc
+    if ids != token_ids.tolist():
+        raise BackendProtocolError(f"{what}: the logprobs are not those of the output's tokens")
+    if not all(map(math.isfinite, logprobs)):
+        raise BackendProtocolError(f"{what}: a logprob is not finite")
     return logprobs
 
 
