@@ -24,7 +24,7 @@ from relax_trio.data.normalize import (
     nonempty_text,
     text_or_none,
 )
-from relax_trio.errors import InvalidRequest
+from relax_trio.errors import InvalidRequest, UnsupportedFeature
 
 _ROLES: Final[dict[str, Role]] = {
     "user": "user",
@@ -54,7 +54,7 @@ class InputReader:
     Attributes:
       tools: names of the request's functions.
       messages: what was read so far, in order.
-      skipped: kinds of items that were left out, e.g. "item_reference".
+      skipped: kinds of items that were left out, e.g. "web_search_call".
     """
 
     tools: Tools
@@ -102,6 +102,8 @@ class InputReader:
             call_id = nonempty_text(raw.get("call_id"), f"{path}.call_id")
             output = self._content(raw.get("output"), "tool", f"{path}.output")
             self._other(Message(role="tool", content=output or "", tool_call_id=call_id))
+        elif kind == "item_reference":
+            _refuse_reference(raw, path)
         else:
             self.skipped.append(kind[:MAX_KIND_CHARS])
 
@@ -215,6 +217,21 @@ def _item_kind(raw: JsonObject, path: str) -> str:
     if isinstance(raw.get("id"), str):
         return "item_reference"
     raise InvalidRequest(f"{path} must have a type, or a role where it is a message", param=f"{path}.type")
+
+
+def _refuse_reference(raw: JsonObject, path: str) -> None:
+    """Refuse what stands for an item that isn't kept; reasoning by its id alone counts as not sent, as everywhere.
+
+    Raises:
+      UnsupportedFeature: it stands for anything else: without it the model would not see what it said.
+    """
+    item_id = text_or_none(raw.get("id"), f"{path}.id") or ""
+    if not item_id.startswith("rs_"):
+        raise UnsupportedFeature(
+            f"{path} refers to the item {item_id[:MAX_KIND_CHARS]!r}, but no item is kept here; send the items "
+            "themselves (in most SDKs by `store: false`)",
+            param=path,
+        )
 
 
 def _said(content: Content, role: Role, path: str) -> Content:

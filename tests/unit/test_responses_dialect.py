@@ -241,7 +241,7 @@ def test_a_lone_reasoning_item_without_text_says_nothing():
 def test_what_nothing_here_serves_is_left_out_and_named_once():
     items = [
         {"role": "user", "content": "hi"},
-        {"type": "item_reference", "id": "msg_1"},
+        {"type": "item_reference", "id": "rs_1"},
         {"id": "rs_1"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "x" * 1000},
@@ -251,7 +251,7 @@ def test_what_nothing_here_serves_is_left_out_and_named_once():
     parsed = parse(items, tools=tools)
 
     assert parsed.request.messages == (HI,)
-    assert parsed.request.skipped == ("tool web_search", "tool custom", "item_reference", "web_search_call", "x" * 64)
+    assert parsed.request.skipped == ("tool web_search", "tool custom", "web_search_call", "x" * 64)
 
 
 # --- tools ---------------------------------------------------------------------------------------------------------
@@ -353,7 +353,11 @@ def item(**fields):
         ([], {"instructions": "x"}, "input"),
         ("", {}, "input"),
         ({"role": "user"}, {}, "input"),
-        ([{"type": "item_reference", "id": "msg_1"}], {}, "input"),
+        ([{"type": "item_reference", "id": "rs_1"}], {}, "input"),
+        (item(type="item_reference", id="msg_1"), {}, "input[1]"),
+        (item(id="fc_1"), {}, "input[1]"),
+        (item(type="item_reference"), {}, "input[1]"),
+        (item(type="item_reference", id=3), {}, "input[1].id"),
         (["hi"], {}, "input[0]"),
         (item(), {}, "input[1].type"),
         (item(type=3), {}, "input[1].type"),
