@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import trio
 
 from relax_trio.agent.fake import AgentExit
+from relax_trio.backend.admission import Admission, AdmissionOptions
 from relax_trio.backend.base import WeightSource
+from relax_trio.backend.capacity import Reading
 from relax_trio.backend.fake import FakeBackend
 from relax_trio.config.tree import RewardConfig, RolloutConfig
 from relax_trio.errors import BackendUnavailable, CreditError, EngineFault, ProtocolError, RunFailed
@@ -111,6 +113,35 @@ async def partial_pause(bench: Bench) -> None:
         for step in range(2):
             check_step(await work.run_step(step), 1, says)
             await trio.sleep(5)
+            await bench.backend.update_weights(str(step + 1), WeightSource(tensors={}))
+
+
+async def readings_with_a_gap(capacity):
+    """A pool of 100 tokens, read every 2 s but between seconds 20 and 32."""
+    capacity.follow("server")
+    while True:
+        if not 20 <= trio.current_time() < 32:
+            capacity.read("server", Reading(n_total_tokens=100, n_used_tokens=0, token_usage=0.0))
+        await trio.sleep(2)
+
+
+async def line_of_admission(bench: Bench) -> None:
+    """The pool has room for one turn: requests wait for it, are sent back to the gate by a close, and go on.
+
+    In the second step readings fail while one waits, which then passes.
+    """
+    admission = Admission(AdmissionOptions(scope="all"), readings_with_a_gap)
+    config = RolloutConfig(
+        rollout_batch_size=1, n_samples_per_prompt=2, partial_rollout=True, over_sampling_batch_size=2
+    )
+    says = {1: SLOW}
+    async with (
+        bench.engine(ask, backend=model(says), admission=admission),
+        bench.open_work(config, n_steps=2) as work,
+    ):
+        for step in range(2):
+            check_step(await work.run_step(step), 1, says)
+            await trio.sleep(3)
             await bench.backend.update_weights(str(step + 1), WeightSource(tensors={}))
 
 

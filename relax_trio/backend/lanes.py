@@ -37,7 +37,7 @@ class _Body(httpx.AsyncByteStream):
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
-    async def __anext__(self) -> bytes:  # noqa: RUF029 - the protocol is async
+    async def __anext__(self) -> bytes:
         if not self._chunks:
             raise StopAsyncIteration
         return self._chunks.pop()
@@ -76,7 +76,7 @@ class Lanes:
         if url is None:
             url = self._urls[path] = httpx.URL(self._base_url + path)
         data = content or b""
-        headers = {**_HEADERS, "content-length": str(len(data))}
+        headers = {**_HEADERS, "host": url.netloc.decode(), "content-length": str(len(data))}
         request = httpx.Request(method, url, headers=headers, stream=_Body(data))
         async with self._lane() as transport:
             try:

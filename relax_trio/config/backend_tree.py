@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from relax_trio.config.option import not_negative, option, positive
+from relax_trio.config.option import fraction, not_negative, option, positive
 
 
 @frozen(kw_only=True)
@@ -77,6 +77,30 @@ class BackendConfig:
     agentic_session_lifecycle: bool = option(
         False, "Name the Session in each request to a server, and tell every server when it ends."
     )
+    agentic_program_admission: bool = option(
+        False,
+        "Let attempts wait, in one line, until the servers' KV pools have room for all they are expected to hold.",
+    )
+    agentic_admission_headroom: float = option(
+        0.90, "Share of all KV pools that admitted attempts may be expected to hold.", check=fraction
+    )
+    agentic_admission_pressure_threshold: float = option(
+        0.92, "Nothing is admitted while a server's token usage is this or more.", check=fraction
+    )
+    agentic_admission_expected_decode_cap: int | None = option(
+        None,
+        "Most new tokens that an attempt is expected to make; default: all that it may.",
+        unit="tokens",
+        check=positive,
+    )
+    agentic_admission_max_wait_s: float = option(
+        30.0,
+        "Who waited so long for admission passes.",
+        unit="s",
+        why="bounds what a wrong reading costs",
+        check=positive,
+    )
+    agentic_admission_scope: str = option("train", "Whose attempts admission holds up.", choices=("train", "all"))
     embedded_max_batch: int = option(64, "Attempts that decode together in the embedded engine.", check=positive)
     embedded_dtype: str = option("float32", "Weights of the embedded engine.", choices=("float32", "bfloat16"))
     embedded_threads: int | None = option(None, "Torch threads; default: one per core.", check=positive)

@@ -23,6 +23,7 @@ def backend_problems(config: Config) -> list[str]:
     if backend.rollout_backend != "sglang":
         given += ["--sglang-server"] if backend.sglang_server else []
         given += ["--sglang-router-ip"] if backend.sglang_router_ip else []
+        given += ["--agentic-program-admission"] if backend.agentic_program_admission else []
         return [f"{given[0]} is given without --rollout-backend sglang"] if given else []
     problems = []
     external = bool(backend.sglang_server) or backend.sglang_router_ip is not None

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,16 +64,26 @@ def ensure_demo_checkpoint(
     ConfigError if the cache can't be written or holds a damaged checkpoint.
     """
     recipe = recipe or DemoRecipe()
-    root = cache_dir or default_cache_dir()
-    final = root / f"demo-{fingerprint(recipe)}"
+
+    def build() -> tuple[Qwen3ForCausalLM, DemoTokenizer]:
+        tokenizer = train_tokenizer(recipe.warm_start.vocab_len)
+        return warm_start(tokenizer, recipe, progress), tokenizer
+
+    return ensure_checkpoint((cache_dir or default_cache_dir()) / f"demo-{fingerprint(recipe)}", build)
+
+
+def ensure_checkpoint(final: Path, build: Callable[[], tuple[Qwen3ForCausalLM, DemoTokenizer]]) -> Path:
+    """Return `final`, after building it where it is missing: whole or not at all, whoever builds at the same time.
+
+    ConfigError if it can't be written or is a damaged checkpoint. What `build` raises passes through.
+    """
     with boundary(ConfigError, f"Cannot keep the demo checkpoint {final}", OSError):
         if final.exists():
             _check_complete(final)
             return final
-        root.mkdir(parents=True, exist_ok=True)  # before the training, whose result would be lost otherwise
-        tokenizer = train_tokenizer(recipe.warm_start.vocab_len)
-        model = warm_start(tokenizer, recipe, progress)
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
+        final.parent.mkdir(parents=True, exist_ok=True)  # before the training, whose result would be lost otherwise
+        model, tokenizer = build()
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=final.parent))
         try:
             save_checkpoint(model, tokenizer, building)
             _publish(building, final)

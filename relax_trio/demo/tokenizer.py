@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,8 +76,15 @@ def chat_template() -> str:
     return Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
-def train_tokenizer(vocab_len: int) -> DemoTokenizer:
+def train_tokenizer(
+    vocab_len: int, *, conversations: Iterable[str] | None = None, words: Sequence[str] = ()
+) -> DemoTokenizer:
     """Train the tokenizer: deterministic, about half a second.
+
+    Args:
+      vocab_len: tokens in all.
+      conversations: texts to learn from, as the template writes them; by default those of the demo's own task.
+      words: texts that are one token each wherever they stand.
 
     Text is split at digits and line ends only, not at spaces: lines that every conversation repeats become one
     token each, so that a whole conversation of three turns takes about 80 tokens. Bytes are the fallback, hence
@@ -93,26 +100,32 @@ def train_tokenizer(vocab_len: int) -> DemoTokenizer:
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_len - len(MARK_TOKENS),
+        vocab_size=vocab_len - len(MARK_TOKENS) - len(words),
         min_frequency=2,
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in CONTROL_TOKENS],
     )
-    bpe.train_from_iterator(_training_texts(), trainer)
+    texts = _demo_texts() if conversations is None else conversations
+    bpe.train_from_iterator(_training_texts(texts), trainer)
     # Not through the trainer, which would make them special whatever their flag says, and decoders would skip them.
-    bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARK_TOKENS])
+    bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARK_TOKENS, *words)])
     return DemoTokenizer(bpe)
 
 
-def _training_texts() -> Iterator[str]:
-    """The demo's turns as the template writes them, without control tokens, then plain English."""
-    control = re.compile("|".join(re.escape(token) for token in (*CONTROL_TOKENS, *MARK_TOKENS)))
+def _demo_texts() -> Iterator[str]:
+    """Conversations of the demo as the template writes them."""
     for question, turns in typical_conversations(_N_CONVERSATIONS):
-        text = "".join(
+        yield "".join(
             (first_prompt_text(question) if observation is None else tool_result_text(observation)) + response
             for observation, response in turns
         )
+
+
+def _training_texts(conversations: Iterable[str]) -> Iterator[str]:
+    """The conversations without control tokens, then plain English."""
+    control = re.compile("|".join(re.escape(token) for token in (*CONTROL_TOKENS, *MARK_TOKENS)))
+    for text in conversations:
         yield from filter(None, control.split(text))
     english = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     yield english[:_N_ENGLISH_CHARS]

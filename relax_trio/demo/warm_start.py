@@ -37,16 +37,21 @@ class Row:
 
 
 def warm_start(tokenizer: DemoTokenizer, recipe: DemoRecipe, progress: Progress | None = None) -> Qwen3ForCausalLM:
-    """Make the demo model and train it on demonstrations.
+    """Make the demo model and train it on demonstrations: `fit` on the demo's own rows."""
+    return fit(tokenizer, demonstration_rows(tokenizer, recipe), recipe.warm_start, progress)
 
-    Blocks for about `recipe.warm_start.n_steps` × 0.1 s; call it in a worker thread. An exception that
-    `progress` raises ends the training and passes through. The same recipe gives the same weights on the same
-    machine. Global random state and thread settings are as before on return.
+
+def fit(
+    tokenizer: DemoTokenizer, rows: list[Row], numbers: WarmStartRecipe, progress: Progress | None = None
+) -> Qwen3ForCausalLM:
+    """Make a model of the demo's shape and train it on `rows`, `numbers.batch_len` a step, in their order.
+
+    Blocks for about `numbers.n_steps` × 0.1 s; call it in a worker thread. An exception that `progress` raises ends the
+    training and passes through. The same rows and numbers give the same weights on the same machine. Global random
+    state and thread settings are as before on return.
     """
-    numbers = recipe.warm_start
     with _isolated_torch(numbers.seed):
         model = build_model(len(tokenizer), tokenizer, numbers)
-        rows = demonstration_rows(tokenizer, recipe)
         _train(model, rows, numbers, progress)
     model.eval()  # type: ignore[no-untyped-call]  # transformers has no types here
     return model
@@ -83,20 +88,32 @@ def demonstration_rows(tokenizer: DemoTokenizer, recipe: DemoRecipe) -> list[Row
     """Tokenize `n_steps` × `batch_len` demonstrations, drawn from the training part of the questions."""
     numbers = recipe.warm_start
     rng = random.Random(numbers.seed)
-    pieces: list[str] = []
-    owners: list[tuple[int, bool]] = []
-    n_rows = numbers.n_steps * numbers.batch_len
     careful = evolve(numbers, guess_share=0.0, stop_share=0.0)
-    for row in range(n_rows):
+    conversations: list[list[tuple[str, str]]] = []
+    for row in range(numbers.n_steps * numbers.batch_len):
         habits = careful if row < numbers.n_careful_steps * numbers.batch_len else numbers
         n_operations = 1 if rng.random() < recipe.one_operation_share else 2
         question = draw_question(rng, n_operations=n_operations, held_out=False)
-        for observation, response in demonstration(question, rng, habits):
-            pieces.append(first_prompt_text(question.text) if observation is None else tool_result_text(observation))
-            pieces.append(response + END_OF_TURN)
+        turns = demonstration(question, rng, habits)
+        conversations.append(
+            [
+                (first_prompt_text(question.text) if observation is None else tool_result_text(observation), response)
+                for observation, response in turns
+            ]
+        )
+    return conversation_rows(tokenizer, conversations)
+
+
+def conversation_rows(tokenizer: DemoTokenizer, conversations: Sequence[Sequence[tuple[str, str]]]) -> list[Row]:
+    """Tokenize conversations: each turn is the text before it, as the template writes it, and the model's response."""
+    pieces: list[str] = []
+    owners: list[tuple[int, bool]] = []
+    for row, turns in enumerate(conversations):
+        for prompt, response in turns:
+            pieces += [prompt, response + END_OF_TURN]
             owners += [(row, False), (row, True)]
-    ids: list[list[int]] = [[] for _ in range(n_rows)]
-    trained: list[list[bool]] = [[] for _ in range(n_rows)]
+    ids: list[list[int]] = [[] for _ in conversations]
+    trained: list[list[bool]] = [[] for _ in conversations]
     for (row, is_response), piece_ids in zip(owners, tokenizer.encode_many(pieces), strict=True):
         ids[row].extend(piece_ids)
         trained[row].extend([is_response] * len(piece_ids))

@@ -66,6 +66,7 @@ class Evidence:
             **rollout,
             **self._pass_rates(result.samples, "rollout", by_row=False),
             **_runtime_metrics(result),
+            **result.kv_metrics,
             **times,
             "perf/rollout_tokens_per_s": n_generated / seconds if seconds else 0.0,
             **train_rate(result.samples, times.get("perf/train_time")),

@@ -37,7 +37,14 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
     evidence = Evidence.open(config, run_dir, cpu, 0)
     n_done = 0
     async with open_engine(
-        config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop, warden=warden
+        config,
+        backend=backend,
+        codec=codec,
+        cpu=cpu,
+        run_dir=run_dir,
+        stop=stop,
+        warden=warden,
+        admission=servers.make_admission(config, backend),
     ) as engine:
         work = Work(
             shared=engine.shared,

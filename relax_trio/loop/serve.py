@@ -65,7 +65,14 @@ async def serve(
                 vocab_len=codec.vocab_len,
             )
         async with open_engine(
-            config, stop=stop, backend=backend, codec=codec, cpu=cpu, run_dir=Path(), warden=warden
+            config,
+            stop=stop,
+            backend=backend,
+            codec=codec,
+            cpu=cpu,
+            run_dir=Path(),
+            warden=warden,
+            admission=servers.make_admission(config, backend),
         ) as engine:
             sessions = [_make_session(config, engine, index) for index in range(n_sessions)]
             with stop.work():

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from relax_trio.backend.admission import Admission, AdmissionOptions
 from relax_trio.backend.base import Backend
 from relax_trio.backend.checkpoint import require_config
 from relax_trio.backend.sglang.backend import Keeper, SGLangBackend, SGLangOptions
 from relax_trio.backend.sglang.exchange import Recipe
 from relax_trio.backend.sglang.external import ExternalServer, ExternalServers, RouterServers
 from relax_trio.backend.sglang.owned import OwnedServer, OwnedServers
+from relax_trio.backend.sglang.readings import follow_servers
 from relax_trio.config.backend_tree import BackendConfig
 from relax_trio.config.tree import Config
 from relax_trio.data.json import JsonValue
@@ -82,6 +85,23 @@ def make_sglang_backend(
     )
 
 
+def make_admission(config: Config, backend: Backend) -> Admission | None:
+    """What `--agentic-program-admission` asks for, not started yet; None where it is off or nothing has servers."""
+    options = config.backend
+    if not options.agentic_program_admission or not isinstance(backend, SGLangBackend):
+        return None
+    return Admission(
+        AdmissionOptions(
+            headroom=options.agentic_admission_headroom,
+            pressure_threshold=options.agentic_admission_pressure_threshold,
+            expected_decode_cap=options.agentic_admission_expected_decode_cap,
+            max_wait_s=options.agentic_admission_max_wait_s,
+            scope="all" if options.agentic_admission_scope == "all" else "train",
+        ),
+        partial(follow_servers, lambda: backend.servers),
+    )
+
+
 def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keeper]:
     external = ExternalServers(
         start_timeout_s=config.sglang_start_timeout,
@@ -95,7 +115,7 @@ def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keepe
     owned = OwnedServers(
         warden=warden,
         python=config.sglang_python or sys.executable,
-        args=config.sglang_args,
+        args=config.sglang_args + _metrics_flag(config),
         log_dir=run_dir / LOGS_DIR,
         gpus=share_out(config, torch.cuda.device_count()),
         max_restarts=config.sglang_max_restarts,
@@ -104,6 +124,12 @@ def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keepe
         max_inflight=MAX_INFLIGHT_ATTEMPTS,
     )
     return [OwnedServer(owned, index) for index in range(config.sglang_num_servers)]
+
+
+def _metrics_flag(config: BackendConfig) -> tuple[str, ...]:
+    """Admission reads the metrics of servers, which they have only where they are asked for."""
+    wanted = config.agentic_program_admission and "--enable-metrics" not in config.sglang_args
+    return ("--enable-metrics",) if wanted else ()
 
 
 def share_out(config: BackendConfig, n_gpus: int) -> tuple[str, ...]:

@@ -79,7 +79,16 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
     first_step = 0 if resume is None else resume.rollout_id
     async with (
         open_writers(config, run_dir, first_step, cpu) as writers,
-        open_engine(config, backend=backend, codec=codec, cpu=cpu, run_dir=run_dir, stop=stop, warden=warden) as engine,
+        open_engine(
+            config,
+            backend=backend,
+            codec=codec,
+            cpu=cpu,
+            run_dir=run_dir,
+            stop=stop,
+            warden=warden,
+            admission=servers.make_admission(config, backend),
+        ) as engine,
         nullcontext(own) if own else _processes(config, settings, checkpoint, go_on, engine, run_dir) as trainer,
     ):
         evidence = Evidence.open(config, run_dir, cpu, first_step, writers)

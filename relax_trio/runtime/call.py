@@ -66,8 +66,8 @@ class Call:
       node: the committed response, None until then.
       is_delivered: the reply's last byte went out without a disconnect seen.
       flight: the attempt that the backend has now.
-      waiting_for: what the back half waits for now, for views: "encoding", "lease", "gate", "permit", "backend",
-        "commit".
+      waiting_for: what the back half waits for now, for views: "encoding", "lease", "gate", "admission", "permit",
+        "backend", "commit".
     """
 
     request_id: RequestId

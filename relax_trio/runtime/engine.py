@@ -21,6 +21,7 @@ from attrs import frozen
 from relax_trio.agent.launcher import ProcessAgentLauncher
 from relax_trio.api.app import make_app
 from relax_trio.api.serve import ApiServer
+from relax_trio.backend.admission import Admission
 from relax_trio.backend.base import Backend
 from relax_trio.config.tree import Config
 from relax_trio.events import emit
@@ -62,6 +63,7 @@ async def open_engine(
     cpu: CpuPool,
     run_dir: Path,
     warden: Warden | None = None,
+    admission: Admission | None = None,
 ) -> AsyncIterator[Engine]:
     """Start the services, own them for the length of the block, stop them in reverse order.
 
@@ -69,6 +71,7 @@ async def open_engine(
       stop: is told whom to ask to kill every process.
       run_dir: where directories of Sessions are kept.
       warden: owner of processes, not started yet, where the backend has some.
+      admission: of attempts to that backend, not started yet; None: off.
 
     Raises (on entering):
       ConfigError: the port is in use, or a module of `--agent-preload` cannot be preloaded.
@@ -83,6 +86,8 @@ async def open_engine(
             await services.start(warden.run, name="warden", stop_s=STOP_S)
             stop.killer, stop.temp_root = warden, temp_root
             await services.start(backend.run, name="backend")
+            if admission is not None:
+                await services.start(admission.run, name="admission")
             sessions = SessionTable(lambda: stop.stopped_by is not None)
             operator_token = secrets.token_urlsafe(24)
             app = make_app(
@@ -95,7 +100,7 @@ async def open_engine(
             base_url = await services.start(ApiServer(app, config.server).run, name="http server")
             launcher = ProcessAgentLauncher(warden, config.agent, run_dir=run_dir, temp_root=temp_root)
             await services.start(partial(launcher.keep_warm, base_url), name="warm parent", stop_s=STOP_S)
-            shared = _shared(config, backend, codec, launcher, cpu, sessions, base_url)
+            shared = _shared(config, backend, codec, launcher, cpu, sessions, base_url, admission)
             emit("engine.started", url=base_url)
             yield Engine(shared=shared, operator_token=operator_token, warden=warden, temp_root=temp_root)
     finally:
@@ -110,6 +115,7 @@ def _shared(
     cpu: CpuPool,
     sessions: SessionTable,
     base_url: str,
+    admission: Admission | None,
 ) -> Shared:
     return Shared(
         backend=backend,
@@ -119,6 +125,7 @@ def _shared(
         sessions=sessions,
         base_url=base_url,
         attempt_permits=trio.CapacityLimiter(MAX_INFLIGHT_ATTEMPTS),
+        admission=admission,
         retry_grace_s=config.server.agentic_retry_grace,
         agent_timeout_s=config.agent.agent_timeout,
         abort_grace_s=config.rollout.agentic_abort_grace,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import trio
 from attrs import define, field
 
+from relax_trio.backend.admission import Reservation
 from relax_trio.backend.base import Attempt, AttemptResult, SamplingParams
 from relax_trio.data.messages import Message
 from relax_trio.data.request import CanonicalRequest, Completion, TokenLogprob, Usage
@@ -175,15 +177,37 @@ async def encode_new(
 
 
 async def _next_attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
-    """Wait for the gate and a permit, and run an attempt. Parked requests stand at the gate, never with a permit."""
+    """Wait for the gate, admission and a permit, and run an attempt.
+
+    Parked requests stand at the gate, never in the line of admission and never with a lease or a permit.
+    """
     while True:
         call.waiting_for = "gate"
         await session.wait_may_generate()
-        call.waiting_for = "permit"
-        async with session.shared.attempt_permits:
-            if session.may_generate:  # the gate may have shut while the permit was waited for
-                call.waiting_for = "backend"
-                return await _attempt(call, session, turn)
+        call.waiting_for = "admission"
+        async with _admission(session, turn) as is_admitted:
+            if not is_admitted:
+                continue
+            call.waiting_for = "permit"
+            async with session.shared.attempt_permits:
+                if session.may_generate:  # the gate may have shut in the meantime
+                    call.waiting_for = "backend"
+                    return await _attempt(call, session, turn)
+
+
+def _admission(session: Session, turn: Turn) -> AbstractAsyncContextManager[bool]:
+    """Admission of the next attempt at `turn`, entered by waiting for it; True at once where it is off."""
+    admission = session.shared.admission
+    if admission is None:
+        return nullcontext(True)
+    wanted = Reservation(
+        session=session.name,
+        n_prefix=len(turn.prefix) + len(turn.token_ids),
+        n_new=turn.budget - len(turn.token_ids),
+        is_train=session.mode == "train",
+        is_protected=session.is_protected,
+    )
+    return admission.admit(wanted)
 
 
 async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:

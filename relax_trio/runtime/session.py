@@ -223,9 +223,13 @@ class Session:
     async def park(self) -> None:
         """Stop the clock and bring every attempt back; its request keeps the tokens and waits at the shut gate.
 
+        Requests in the line of admission go back to the gate, too.
+
         Cancellation: aborts stand; requests are in order.
         """
         self.budget.pause()
+        if self.shared.admission is not None:
+            self.shared.admission.recall(self.name)
         async with trio.open_nursery() as nursery:
             for call in self.calls:
                 if call.flight is not None:

@@ -8,6 +8,7 @@ import trio
 from attrs import frozen
 
 from relax_trio.agent.base import AgentLauncher
+from relax_trio.backend.admission import Admission
 from relax_trio.backend.base import Backend
 from relax_trio.runtime.directory import SessionTable
 from relax_trio.sync.cpu import CpuPool
@@ -45,6 +46,7 @@ class Shared:
 
     Attributes:
       attempt_permits: one per attempt on the backend; never held across a gate.
+      admission: makes attempts wait for room in the servers' KV pools, before their permit; None: off.
       abort_grace_s: how long an aborted attempt may take to come back.
       base_url: RELAX_BASE_URL of the agents.
       retry_grace_s: how long a request goes on after its client left.
@@ -58,6 +60,7 @@ class Shared:
     sessions: SessionTable
     base_url: str
     attempt_permits: trio.CapacityLimiter
+    admission: Admission | None = None
     abort_grace_s: float = 10.0
     retry_grace_s: float = 5.0
     agent_timeout_s: float = 1800.0

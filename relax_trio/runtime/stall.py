@@ -65,5 +65,10 @@ def _session_waits(session: Session, seconds: float) -> list[Wait]:
 
 def _request_wait(session: str, call: Call, now: float) -> Wait:
     chain = (session, str(call.request_id)) if call.flight is None else (session, str(call.request_id), call.flight.rid)
-    what = {"gate": "the generation gate", "permit": "an attempt permit", "lease": "the lease of its Group"}
+    what = {
+        "gate": "the generation gate",
+        "admission": "admission to the servers' KV pools",
+        "permit": "an attempt permit",
+        "lease": "the lease of its Group",
+    }
     return Wait(chain=chain, waits_for=what.get(call.waiting_for, call.waiting_for), seconds=now - call.accepted_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import trio
 from attrs import define, field, frozen
 
@@ -34,6 +36,7 @@ class StepResult:
       groups: the scored Groups of its partition; in order of their numbers where a step ends with its partition, in
         the order of scoring where it doesn't.
       seconds: from open to close, on the Trio clock.
+      kv_metrics: `agentic_kv/*`, of the time since the step before closed.
     """
 
     rollout_id: int
@@ -44,6 +47,7 @@ class StepResult:
     n_stale_groups: int = 0
     n_set_aside_rows: int
     seconds: float
+    kv_metrics: Mapping[str, float | None] = field(factory=dict)
 
     @property
     def samples(self) -> list[Sample]:

@@ -19,6 +19,7 @@ from relax_trio.data.rows import RowStream
 from relax_trio.data.task import TaskInput
 from relax_trio.events import emit
 from relax_trio.reward.reward import RewardScorer
+from relax_trio.runtime.kv_metrics import KvTally
 from relax_trio.runtime.ledger import Ledger, Partition, ScoredGroup
 from relax_trio.runtime.residents import Resident, Residents
 from relax_trio.runtime.shared import Shared, TurnLimits
@@ -49,6 +50,7 @@ class Work:
     heartbeat_s: float = 60.0
     n_steps: int | None = None
     data_parallel_size: int = 1
+    kv_tally: KvTally = field(factory=KvTally, init=False)
     ledger: Ledger = field(init=False)
     residents: Residents = field(init=False)
 
@@ -177,6 +179,7 @@ class Work:
             n_stale_groups=tally.n_stale,
             n_set_aside_rows=len(self.rows.set_aside_rows),
             seconds=seconds,
+            kv_metrics=self.kv_tally.take(self.shared),
         )
 
     # --- closing ----------------------------------------------------------------------------------------------

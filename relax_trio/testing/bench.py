@@ -9,6 +9,7 @@ import trio
 from attrs import define, field
 
 from relax_trio.agent.fake import AgentFunction, FakeAgentLauncher
+from relax_trio.backend.admission import Admission
 from relax_trio.backend.fake import FakeBackend
 from relax_trio.config.namespace import hook_args
 from relax_trio.config.tree import Config, RewardConfig, RolloutConfig
@@ -93,6 +94,7 @@ class Bench:
         end_s: float = 0.0,
         launch_errors: Sequence[str | None] = (),
         n_permits: int = 1024,
+        admission: Admission | None = None,
         agent_timeout_s: float = 1800.0,
         abort_grace_s: float = 10.0,
         retry_grace_s: float = 5.0,
@@ -104,6 +106,7 @@ class Bench:
           backend: default: every turn says "ok", at one token (one letter) a second.
           start_s, end_s, launch_errors: see `FakeAgentLauncher`.
           n_permits: attempts on the backend at once.
+          admission: of attempts, not started yet; its readings come from its own source.
           agent_timeout_s, abort_grace_s, retry_grace_s: see `Shared`.
         """
         self.end_s = end_s
@@ -119,12 +122,15 @@ class Bench:
             sessions=self.sessions,
             base_url="http://127.0.0.1:1/agentic_api",
             attempt_permits=trio.CapacityLimiter(n_permits),
+            admission=admission,
             agent_timeout_s=agent_timeout_s,
             abort_grace_s=abort_grace_s,
             retry_grace_s=retry_grace_s,
         )
         async with Services.open() as services:
             await services.start(self.backend.run, name="backend")
+            if admission is not None:
+                await services.start(admission.run, name="admission")
             await services.start(self.client.run, name="front halves")
             yield self.shared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from attrs import define, field
@@ -11,6 +12,7 @@ from relax_trio.ids import GroupId, Rid
 from relax_trio.runtime.ledger import Partition
 from relax_trio.runtime.residents import Resident
 from relax_trio.runtime.session import Session
+from relax_trio.runtime.shared import Shared
 from relax_trio.runtime.work import Work
 from relax_trio.testing.bench import Bench
 
@@ -34,6 +36,8 @@ class Invariants:
     * Rows taken = handed over + filtered + given back + set aside + at work or waiting in the ledger.
     * A barrier counts the places with a live request. An attempt runs only for a leased Session, with a permit, was
       begun only while it was allowed to, and is known to its request. Weights change while no attempt runs.
+    * Admission holds tokens only while a request is on its way from it to the end of its attempt, and in its line
+      stand only requests that wait for it; at the end, none of either.
     * While the gate is shut, no active time is spent but by protected Sessions.
     * A handed-over row has a logprob for each generated token and nowhere else, and a version for each.
     * At the end: no agent, no open Session, no unsettled Call, no exchange, no attempt and no permit is left, the
@@ -120,6 +124,9 @@ class Invariants:
             found.append("a Session or an exchange is left")
         if bench.shared is not None and bench.shared.attempt_permits.borrowed_tokens:
             found.append("an attempt's permit is left")
+        admission = None if bench.shared is None else bench.shared.admission
+        if admission is not None and (admission.n_reserved or admission.n_waiting):
+            found.append(f"{admission.n_reserved} tokens are leased, {admission.n_waiting} attempts wait for some")
         if bench.launcher is not None and len(bench.launcher.started) != len(bench.launcher.ended):
             found.append(f"agents are left: {bench.launcher.live}")
         if bench.backend is not None:
@@ -205,6 +212,16 @@ class Invariants:
             if sum(span.n_tokens for span in sample.weight_versions) != n_generated:
                 yield f"{sample.place}: {sample.weight_versions} for {n_generated} generated tokens"
 
+    def _admission(self, shared: Shared) -> Iterator[str]:
+        admission = shared.admission
+        if admission is None:
+            return
+        states = Counter(c.waiting_for for s in self._sessions for c in s.calls if not c.done.is_set())
+        if admission.n_waiting > states["admission"]:
+            yield f"{admission.n_waiting} attempts stand in the line of admission, {states['admission']} requests wait"
+        if admission.n_reserved and not (states["admission"] or states["permit"] or states["backend"]):
+            yield f"{admission.n_reserved} tokens are leased to nobody"
+
     def _requests(self) -> Iterator[str]:
         bench = self._bench
         if bench.backend is None or bench.shared is None:
@@ -212,6 +229,7 @@ class Invariants:
         self._sessions += bench.sessions.seen[self._n_seen :]
         self._n_seen = len(bench.sessions.seen)
         flights: set[Rid] = set()
+        yield from self._admission(bench.shared)
         for session in self._sessions:
             for call in session.calls:
                 if call.flight is None:

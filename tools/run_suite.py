@@ -1,0 +1,303 @@
+"""Measures that training learns: three small tasks, several seeds, each with and without a learning rate.
+
+    python tools/run_suite.py
+
+Every run is `relax-trio train --config examples/suite/TASK.yaml`. Held out, answered greedily, a run must rise by at least
+0.15, its control (`--lr 0`) move by at most 0.05. Results are kept beside each run, so that what is finished is not
+repeated, and the page (docs/results.md) is written anew after each one, from all that was measured. The exit status is 1
+where a run that was asked for missed its bound or failed. Two cores take about a minute a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relax_trio.observe.curve import draw_curve_text
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITE = ROOT / "examples" / "suite"
+TASKS = {
+    "arithmetic": "arithmetic with a tool",
+    "search": "two agents, a searcher and a solver, each with credit of its own",
+    "game": "a game of several turns, rewarded by its outcome",
+}
+SEEDS = (1, 2, 3, 4, 5)
+N_STEPS = 16
+RISE_MIN = 0.15
+CONTROL_MOVE_MAX = 0.05
+RESULT_FILE = "result.json"
+DATA = "examples/suite/{task}_held_out.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run."""
+
+    task: str
+    seed: int
+    is_control: bool
+    n_steps: int = N_STEPS
+
+    @property
+    def directory(self) -> str:
+        return f"{self.task}-seed{self.seed}-{'control' if self.is_control else 'train'}-{self.n_steps}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a finished run showed.
+
+    Attributes:
+      sources: `fingerprint` of the task when it was run; a result of other sources is not counted.
+      rewards: mean reward of each step.
+      held_out: steps done and mean reward of each greedy evaluation, in order.
+      lr: largest learning rate of any step.
+      n_failed: Sessions of the evaluations that failed.
+      seconds: wall time of the command.
+      finished: date and time, UTC.
+      versions: of Python and torch.
+    """
+
+    sources: str
+    rewards: list[float]
+    held_out: list[tuple[int, float]]
+    lr: float
+    n_failed: int
+    seconds: float
+    finished: str
+    versions: str
+
+    @property
+    def rise(self) -> float:
+        return self.held_out[-1][1] - self.held_out[0][1]
+
+
+class RunFailed(Exception):
+    """A run ended badly, or left no results that can be read."""
+
+
+def plans(tasks: Sequence[str], seeds: Sequence[int], n_steps: int) -> list[Plan]:
+    """All runs, in an order that tells most when it is stopped early: every task once, with its control, then more."""
+    found = [
+        Plan(task=task, seed=seed, is_control=is_control, n_steps=n_steps)
+        for task in tasks
+        for seed in seeds
+        for is_control in (False, True)
+    ]
+    return sorted(found, key=lambda plan: (plan.is_control and plan.seed != seeds[0], seeds.index(plan.seed)))
+
+
+def missed(plan: Plan, result: Result) -> str | None:
+    """The bound that a run missed, in words."""
+    if result.n_failed:
+        return f"{result.n_failed} Sessions of its evaluations failed"
+    if plan.is_control:
+        if result.lr != 0:
+            return "the control's learning rate is not 0"
+        return None if abs(result.rise) <= CONTROL_MOVE_MAX else f"moved by more than {CONTROL_MOVE_MAX}"
+    return None if result.rise >= RISE_MIN else f"rose by less than {RISE_MIN}"
+
+
+def fingerprint(task: str) -> str:
+    """16 hex digits over a task's configuration, rows and programs, and the numbers of its model."""
+    shared = [SUITE / "make.py", SUITE / "model_api.py", ROOT / "examples/quickstart/agent.py"]
+    own = [path for path in SUITE.glob(f"{task}*") if path.suffix in {".py", ".yaml", ".jsonl"}]
+    recipe = [ROOT / "relax_trio/demo/recipe.py", ROOT / "relax_trio/demo/task.py"]
+    digest = hashlib.sha256()
+    for path in sorted([*shared, *own, *recipe]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def command(plan: Plan, model: Path, run_dir: Path) -> list[str]:
+    """The command of a run, from the checkout's root."""
+    middle = plan.n_steps // 2 if plan.n_steps % 2 == 0 else plan.n_steps
+    words = [sys.executable, "-m", "relax_trio", "train", "--config", f"examples/suite/{plan.task}.yaml"]
+    words += ["--hf-checkpoint", str(model), "--output-dir", str(run_dir)]
+    words += ["--rollout-seed", str(plan.seed), "--seed", str(plan.seed)]
+    words += ["--num-rollout", str(plan.n_steps), "--eval-interval", str(middle)]
+    return [*words, "--lr", "0"] if plan.is_control else words
+
+
+def run(plan: Plan, model: Path, run_dir: Path) -> Result:
+    """Run a plan in a fresh directory and keep its result there.
+
+    Raises:
+      RunFailed: it ended badly, or its files lack something.
+    """
+    if run_dir.exists():
+        shutil.rmtree(run_dir)  # of a run that did not finish
+    words = command(plan, model, run_dir)
+    print("==", *words[1:], file=sys.stderr, flush=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    sources, started = fingerprint(plan.task), time.monotonic()
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise RunFailed(f"exit status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    result = read_run(run_dir, sources, time.monotonic() - started)
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # a hundred runs would fill the disk
+    (run_dir / RESULT_FILE).write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+    return result
+
+
+def read_run(run_dir: Path, sources: str, seconds: float) -> Result:
+    """Read the run directory of a finished run.
+
+    Raises:
+      RunFailed: a file, a number or an evaluation is missing.
+    """
+    try:
+        steps, evals = (_objects(run_dir / name) for name in ("metrics.jsonl", "eval.jsonl"))
+        result = Result(
+            sources=sources,
+            rewards=[float(step["rollout/raw_reward"]) for step in steps],
+            held_out=[(int(record["n_steps"]), float(record["eval/held_out"])) for record in evals],
+            lr=max(float(step["train/lr"]) for step in steps),
+            n_failed=sum(int(record["eval/held_out/n_failed"]) for record in evals),
+            seconds=seconds,
+            finished=time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+            versions=f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}",
+        )
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise RunFailed(f"its files can't be read: {type(exc).__name__}: {exc}") from exc
+    evaluated = [done for done, _ in result.held_out]
+    if not evaluated or (evaluated[0], evaluated[-1]) != (0, len(steps)) or not all(map(math.isfinite, result.rewards)):
+        raise RunFailed(f"{len(steps)} steps, evaluations after {evaluated}; needs one before and one after")
+    return result
+
+
+def _objects(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def kept(plan: Plan, runs: Path) -> Result | None:
+    """The result of a finished run of this very plan and these sources."""
+    path = runs / plan.directory / RESULT_FILE
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["held_out"] = [(int(done), float(reward)) for done, reward in values["held_out"]]
+    result = Result(**values)
+    return result if result.sources == fingerprint(plan.task) else None
+
+
+def page(runs: Path, n_steps: int) -> str:
+    """docs/results.md: the results that are there, and which are not."""
+    found = {plan: kept(plan, runs) for plan in plans(tuple(TASKS), SEEDS, n_steps)}
+    results = [result for result in found.values() if result is not None]
+    if not results:
+        return "# Results\n\nNothing was run.\n"
+    dates = sorted(result.finished for result in results)
+    lines = [
+        "# Results",
+        "",
+        "Does training learn? Three small tasks ([examples/suite](../examples/suite/README.md)), five seeds, each beside a control",
+        "whose learning rate is 0. Every number here was measured by",
+        "",
+        "```text",
+        "python tools/run_suite.py",
+        "```",
+        "",
+        f"from {dates[0]} to {dates[-1]}, on CPU: {os.cpu_count()} cores that other work shared, "
+        f"{'; '.join(sorted({result.versions for result in results}))}.",
+        f"{len(results)} of {len(found)} runs are done. A run is {n_steps} steps of 64 Sessions. Held out: 64 rows that no run trains",
+        f"on, answered greedily before the first step, half-way and after the last. Bounds: a run rises by at least {RISE_MIN}, a",
+        f"control moves by at most {CONTROL_MOVE_MAX}.",
+    ]
+    for task, title in TASKS.items():
+        mine = {plan: result for plan, result in found.items() if plan.task == task}
+        lines += ["", f"## {task.capitalize()}: {title}", "", *_table(mine), *_curves(mine)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(found: dict[Plan, Result | None]) -> list[str]:
+    head = ["| seed | run | held out before | half-way | after | rise | first step | last step | seconds | verdict |"]
+    head.append("|---|---|---|---|---|---|---|---|---|---|")
+    return head + [_row(plan, found[plan]) for plan in sorted(found, key=lambda plan: (plan.is_control, plan.seed))]
+
+
+def _row(plan: Plan, result: Result | None) -> str:
+    kind = "control" if plan.is_control else "train"
+    if result is None:
+        return f"| {plan.seed} | {kind} |" + " |" * 7 + " not run |"
+    wrong = missed(plan, result)
+    middle = f"{result.held_out[1][1]:.3f}" if len(result.held_out) > 2 else ""
+    cells = [f"{result.held_out[0][1]:.3f}", middle, f"{result.held_out[-1][1]:.3f}", f"{result.rise:+.3f}"]
+    cells += [f"{result.rewards[0]:.2f}", f"{result.rewards[-1]:.2f}", f"{result.seconds:.0f}"]
+    return f"| {plan.seed} | {kind} | {' | '.join(cells)} | {'met' if wrong is None else f'**MISSED**: {wrong}'} |"
+
+
+def _curves(found: dict[Plan, Result | None]) -> list[str]:
+    """Mean training reward of each step over the seeds, and that of the controls."""
+    trained = [result.rewards for plan, result in found.items() if result and not plan.is_control]
+    controls = [result.rewards for plan, result in found.items() if result and plan.is_control]
+    if not trained:
+        return []
+    title = f"Mean reward of each step: {_runs(len(trained), 'run')}" + f", {_runs(len(controls), 'control')}" * bool(controls)
+    drawing = draw_curve_text(
+        _mean(trained), title=title, width=90, height=14, control=_mean(controls) if controls else None
+    )
+    return ["", "```text", *(line.rstrip() for line in drawing.splitlines()), "```"]
+
+
+def _runs(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def _mean(curves: Iterable[list[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+
+
+def models(tasks: Sequence[str], directory: Path) -> dict[str, Path]:
+    """The warm-started model of each task, made where it is missing."""
+    sys.path.insert(0, str(SUITE))
+    import make
+
+    return {task: make.ensure_model(task, directory) for task in tasks}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--steps", type=int, default=N_STEPS)
+    parser.add_argument("--runs", type=Path, default=Path("runs/suite"), help="where runs and models are kept")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    options = parser.parse_args(arguments)
+    runs = options.runs.absolute()
+    started_from = models(options.tasks, runs / "models")
+    passed = True
+    for plan in plans(options.tasks, tuple(options.seeds), options.steps):
+        result = kept(plan, runs)
+        if result is None:
+            try:
+                result = run(plan, started_from[plan.task], runs / plan.directory)
+            except RunFailed as exc:
+                passed = False
+                print(f"{plan.directory}: FAILED: {exc}", flush=True)
+                continue
+        wrong = missed(plan, result)
+        passed &= wrong is None
+        print(f"{plan.directory}: held out {result.rise:+.3f}, {wrong or 'met'}", flush=True)
+        options.page.write_text(page(runs, options.steps), encoding="utf-8")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
