@@ -61,6 +61,6 @@ def wait_until(predicate, *, within_s: float, log: Path | None = None) -> None:
         time.sleep(0.05)
 
 
-def run(words: list[str], **kwargs) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], *, within_s: float = 120, **kwargs) -> subprocess.CompletedProcess[str]:
     """A command to its end."""
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **kwargs)
+    return subprocess.run(words, capture_output=True, text=True, timeout=within_s, stdin=subprocess.DEVNULL, **kwargs)

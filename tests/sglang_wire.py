@@ -61,15 +61,19 @@ class WireServer:
       version: which recordings it speaks by.
       context_len: of the model; the server takes six tokens less, as the real one does.
       tokens_per_s: of each request.
+      tells: requests are printed.
     """
 
-    def __init__(self, version, *, vocab_len=97, context_len=646, tokens_per_s=2000.0, weight_version="default"):
+    def __init__(
+        self, version, *, vocab_len=97, context_len=646, tokens_per_s=2000.0, weight_version="default", tells=False
+    ):
         self.version = version
         self.is_old = version.startswith("0.5.15")
         self.vocab_len = vocab_len
         self.context_len = context_len
         self.tokens_per_s = tokens_per_s
         self.weight_version = weight_version
+        self.tells = tells
         self.running = {}
         self.paused = None
         self.resumed = trio.Event()
@@ -149,6 +153,8 @@ class WireServer:
 
     async def _generate(self, body):
         self.bodies.append(body)
+        if self.tells:
+            print("generate", body.get("rid"), flush=True)
         rid, ids, params = (
             body.get("rid") or f"anonymous-{len(self.bodies)}",
             body["input_ids"],
@@ -341,12 +347,23 @@ def _json(value):
 
 
 def main(words):
-    """Serve as `python -m sglang.launch_server` would, by its flags; `--crash` is one that it refuses."""
+    """Serve as `python -m sglang.launch_server` would, by its flags; `--crash` is one that it refuses.
+
+    `--tokens-per-s` is one of its own. Its log tells every request by its name.
+    """
     flags = dict(zip(words, [*words[1:], ""], strict=True))
     print("flags:", *words, flush=True)
     if "--crash" in flags:
         sys.exit("launch_server.py: error: unrecognized arguments: --crash")
-    server = WireServer(VERSIONS[1], context_len=646, weight_version=flags["--weight-version"], tokens_per_s=500.0)
+    model = json.loads((Path(flags["--model-path"]) / "config.json").read_text())
+    server = WireServer(
+        VERSIONS[1],
+        vocab_len=model["vocab_size"],
+        context_len=646,
+        weight_version=flags["--weight-version"],
+        tokens_per_s=float(flags.get("--tokens-per-s", 500)),
+        tells=True,
+    )
     trio.run(server.run, int(flags["--port"]))
 
 

@@ -58,7 +58,8 @@ def play(board, messages, complete):
 def main():
     task = read_task()
     messages = list(task["messages"])
-    ending = play(Board(task["metadata"]["start"], task["metadata"]["goal"]), messages, http_completion(MAX_COMPLETION_TOKENS))
+    board = Board(task["metadata"]["start"], task["metadata"]["goal"])
+    ending = play(board, messages, http_completion(MAX_COMPLETION_TOKENS))
     print(f"{ending} after {sum(message['role'] == 'assistant' for message in messages)} moves")
     write_output({"reward": float(ending == "won"), "metadata": {"ending": ending}})
 

@@ -1,4 +1,7 @@
-"""The game's boards and demonstrations of it, for the rows and the warm start (make.py). Pure, seeded."""
+"""The game's boards and demonstrations of it, for the rows and the warm start (make.py).
+
+Pure; everything random comes from the generator that is passed in.
+"""
 
 import zlib
 
@@ -13,7 +16,7 @@ SIDEWAYS_SHARE = 0.65
 
 
 def draw_row(rng, *, held_out):
-    """A row from the held-out or the training part, which is decided by the board alone: one in eight is held out."""
+    """A row from the held-out or the training part, decided by the board alone: one in eight is held out."""
     while True:
         start, goal = _draw(rng)
         text = str(Board(start, goal))

@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -23,8 +24,8 @@ import game_task
 import search_task
 from attrs import asdict, evolve
 
-from relax_trio.demo.checkpoint import ensure_checkpoint, ensure_demo_checkpoint
-from relax_trio.demo.recipe import WarmStartRecipe
+from relax_trio.demo.checkpoint import default_cache_dir, ensure_checkpoint, ensure_demo_checkpoint, fingerprint
+from relax_trio.demo.recipe import DemoRecipe, WarmStartRecipe
 from relax_trio.demo.task import write_dataset
 from relax_trio.demo.tokenizer import END_OF_TURN, chat_template, train_tokenizer
 from relax_trio.demo.warm_start import conversation_rows, fit
@@ -37,12 +38,15 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 TASKS: dict[str, ModuleType] = {"search": search_task, "game": game_task}
 """Those that have a model of their own; arithmetic is the demo's task and starts from its model."""
-N_TRAIN_ROWS, N_HELD_OUT_ROWS = 400, 64
+N_TRAIN_ROWS, N_HELD_OUT_ROWS = 256, 64
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 RECIPE = evolve(WarmStartRecipe(), vocab_len=768, n_careful_steps=120, n_steps=280)
-N_TOKENIZER_ROWS = 1000
+N_TOKENIZER_TEXTS = 1000
 
 Turns = Sequence[tuple[list[dict[str, str]], str]]
+"""A demonstrated conversation: for each turn the messages before it and the response."""
+Texts = list[tuple[str, str]]
+"""The same as the template writes it."""
 
 
 def write_rows(directory: Path) -> None:
@@ -70,21 +74,39 @@ def dialogue_text(messages: Iterable[dict[str, str]], *, goes_on: bool) -> str:
     return "\n" * goes_on + turns + "<|im_start|>assistant\n"
 
 
-def conversation(turns: Turns) -> list[tuple[str, str]]:
-    """A demonstrated conversation as texts: what stands before each response, and the response."""
+def conversation(turns: Turns) -> Texts:
+    """A demonstrated conversation as the template writes it, without the end of a response."""
     return [(dialogue_text(seen, goes_on=index > 0), reply) for index, (seen, reply) in enumerate(turns)]
 
 
-def demonstrations(task: ModuleType, rng: random.Random, count: int, *, is_careful: bool) -> list[list[tuple[str, str]]]:
+def demonstrations(task: ModuleType, rng: random.Random, count: int, *, is_careful: bool) -> list[Texts]:
     """`count` conversations on training rows; those of one row follow each other."""
-    found: list[list[tuple[str, str]]] = []
+    found: list[Texts] = []
     while len(found) < count:
         row = task.draw_row(rng, held_out=False)
         found += [conversation(turns) for turns in task.demonstrate(row, rng, is_careful=is_careful)]
     return found[:count]
 
 
-def ensure_model(name: str, models: Path) -> Path:
+@cache
+def lessons(name: str, recipe: WarmStartRecipe) -> list[Texts]:
+    """All that a task's model is shown, in order: careful conversations first, then the mixture."""
+    task, rng = TASKS[name], random.Random(recipe.seed)
+    n_careful = recipe.n_careful_steps * recipe.batch_len
+    n_mixed = recipe.n_steps * recipe.batch_len - n_careful
+    careful = demonstrations(task, rng, n_careful, is_careful=True)
+    return careful + demonstrations(task, rng, n_mixed, is_careful=False)
+
+
+def model_path(name: str, models: Path, recipe: WarmStartRecipe = RECIPE) -> Path:
+    """Where a task's model is kept: its name has 16 hex digits over all that its weights depend on."""
+    if name not in TASKS:
+        return default_cache_dir() / f"demo-{fingerprint(DemoRecipe())}"
+    parts = json.dumps([asdict(recipe), chat_template(), _words(name), lessons(name, recipe)], sort_keys=True)
+    return models / f"{name}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+
+
+def ensure_model(name: str, models: Path, recipe: WarmStartRecipe = RECIPE) -> Path:
     """The directory of a task's model under `models`, made where it is missing; the demo's own for arithmetic.
 
     Blocks for some twenty seconds of two cores when it makes one.
@@ -98,22 +120,17 @@ def ensure_model(name: str, models: Path) -> Path:
         return ensure_demo_checkpoint(progress=progress)
 
     def build() -> tuple[Qwen3ForCausalLM, DemoTokenizer]:
-        task, rng = TASKS[name], random.Random(RECIPE.seed)
-        texts = ["".join(p + r for p, r in turns) for turns in demonstrations(task, rng, N_TOKENIZER_ROWS, is_careful=True)]
-        tokenizer = train_tokenizer(RECIPE.vocab_len, conversations=texts, words=getattr(task, "ITEMS", ()))
-        n_careful = RECIPE.n_careful_steps * RECIPE.batch_len
-        n_mixed = RECIPE.n_steps * RECIPE.batch_len - n_careful
-        shown = demonstrations(task, rng, n_careful, is_careful=True) + demonstrations(task, rng, n_mixed, is_careful=False)
-        return fit(tokenizer, conversation_rows(tokenizer, shown), RECIPE, progress), tokenizer
+        shown = lessons(name, recipe)
+        texts = ["".join(prompt + response for prompt, response in turns) for turns in shown[:N_TOKENIZER_TEXTS]]
+        tokenizer = train_tokenizer(recipe.vocab_len, conversations=texts, words=_words(name))
+        return fit(tokenizer, conversation_rows(tokenizer, shown), recipe, progress), tokenizer
 
-    return ensure_checkpoint(models / name / fingerprint(name), build)
+    return ensure_checkpoint(model_path(name, models, recipe), build)
 
 
-def fingerprint(name: str) -> str:
-    """16 hex digits over what a task's model depends on: recipe, template and the sources that make it."""
-    sources = [HERE / f"{name}_task.py", HERE / f"{name}_agent.py", Path(__file__)]
-    parts = [json.dumps(asdict(RECIPE), sort_keys=True), chat_template(), *(path.read_text() for path in sources)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _words(name: str) -> Sequence[str]:
+    """What is one token each in a task's model."""
+    return getattr(TASKS[name], "ITEMS", ())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,11 +15,11 @@ def advantage(metadata_by_slot):
     solved = [c["solver"]["right"] for c in metadata_by_slot if "solver" in c and c["solver"]["had_note"]]
     found_mean = sum(found) / len(found)
     solved_mean = sum(solved) / len(solved) if solved else 0.0
-    credits = []
+    given = []
     for contexts in metadata_by_slot:
         credit = {"searcher": contexts["searcher"]["found"] - found_mean}
         if "solver" in contexts:
             solver = contexts["solver"]
             credit["solver"] = solver["right"] - solved_mean if solver["had_note"] else 0.0
-        credits.append(credit)
-    return credits
+        given.append(credit)
+    return given

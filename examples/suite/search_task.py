@@ -1,27 +1,33 @@
-"""The search task's questions and demonstrations of both agents, for the rows and the warm start (make.py). Pure, seeded."""
+"""The search task's questions and demonstrations of both agents, for the rows and the warm start (make.py).
+
+Pure; everything random comes from the generator that is passed in.
+"""
 
 import zlib
 
 from search_agent import solver_opening
 
 SYSTEM_PROMPT = "Open the note that helps. Say: open TITLE"
+# fmt: off
 ITEMS = (
-    "anchor basket candle drum engine feather garden hammer island jacket kettle ladder mirror needle organ pillow "
-    "quilt ribbon saddle table umbrella violin wagon zipper"
-).split()
+    "anchor", "basket", "candle", "drum", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle",
+    "ladder", "mirror", "needle", "organ", "pillow", "quilt", "ribbon", "saddle", "table", "umbrella", "violin",
+    "wagon", "zipper",
+)
+# fmt: on
 N_NOTES = 4
 FIRST_SHARE = 0.5
 """Rows whose first note is the right one."""
 ONE_CODE_SHARE = 0.5
 """Notes that hold one code; the others hold an old one and a new one, which is the right one."""
-FIRST_NOTE_SHARE = 0.58
+FIRST_NOTE_SHARE = 0.63
 """How often the warm start's habit opens the first note unread."""
-FIRST_CODE_SHARE = 0.58
+FIRST_CODE_SHARE = 0.63
 """How often it takes the first code of a note."""
 
 
 def draw_row(rng, *, held_out):
-    """A row from the held-out or the training part, which is decided by the question alone: one in eight is held out."""
+    """A row from the held-out or the training part, decided by the question alone: one in eight is held out."""
     while True:
         row = _draw(rng)
         if (zlib.crc32(row["messages"][1]["content"].encode()) % 8 == 0) == held_out:

@@ -258,9 +258,9 @@ class Admission:
         if (snapshot is not None) != self._is_known:
             self._is_known = snapshot is not None
             if snapshot is None:
-                emit("capacity.lost", waiting=len(self._line), reserved=self._n_reserved)
+                emit("pools.lost", waiting=len(self._line), reserved=self._n_reserved)
             else:
-                emit("capacity.learned", tokens=snapshot.n_total_tokens)
+                emit("pools.learned", tokens=snapshot.n_total_tokens)
         return snapshot
 
     def _ceiling(self, snapshot: Snapshot | None) -> int | None:

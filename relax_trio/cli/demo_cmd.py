@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from relax_trio.cli.common import DEMO, find_checkpoint, open_run, warn, write_config
+from relax_trio.cli.common import DEMO, find_checkpoint, finish, open_run, warn, write_config
 from relax_trio.config.check import check_config
 from relax_trio.config.option import option, positive
 from relax_trio.config.parse import Resolved, parse_command
@@ -61,8 +61,9 @@ def run(argv: Sequence[str]) -> int:
     summary = run_command(
         lambda stop: train(config, data, checkpoint, run_dir, stop), lambda: _evidence(run_dir, story)
     )
-    if summary.n_steps:
-        tell_ending(run_dir, story, summary.checkpoint)
+    if not summary.n_steps:
+        return finish(summary)
+    tell_ending(run_dir, story, summary.checkpoint)
     return 0 if summary.stopped_by is None else 128 + summary.stopped_by
 
 

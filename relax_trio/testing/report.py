@@ -92,8 +92,10 @@ class Run:
         return f"print(relax_trio.testing.replay({self.scenario}{at}, seed={self.seed}))"
 
     def __str__(self) -> str:
-        """Its problems and the events around the first disturbance."""
-        at = next((i for i, traced in enumerate(self.trace) if isinstance(traced.what, Point)), 0)
+        """Its problems and the events around the first disturbance; the last events where there was none."""
+        at = next(
+            (i for i, traced in enumerate(self.trace) if isinstance(traced.what, Point)), len(self.trace) - N_AFTER
+        )
         return self._text(self.trace[max(0, at - N_BEFORE) : at + N_AFTER])
 
     def story(self) -> str:

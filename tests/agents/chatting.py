@@ -1,4 +1,7 @@
-"""An agent for tests: TURNS model calls; hangs with children on rows from HANG_FROM on; fails with FAIL=1."""
+"""An agent for tests: TURNS model calls; hangs with children on rows from HANG_FROM on; fails with FAIL=1.
+
+Turns have MAX_TOKENS tokens at most, and as many more for each of the row's number modulo SPREAD.
+"""
 
 import http.client
 import json
@@ -19,10 +22,11 @@ def main():
     connection = http.client.HTTPConnection(base.hostname, base.port)
     headers = {"Authorization": "Bearer " + os.environ["RELAX_SESSION_ID"], "Content-Type": "application/json"}
     messages = task["messages"]
+    most = int(os.environ.get("MAX_TOKENS", "8")) * (1 + task["metadata"]["row"] % int(os.environ.get("SPREAD", "1")))
     for turn in range(int(os.environ.get("TURNS", "1"))):
         if turn:
             messages.append({"role": "user", "content": "Go on."})
-        body = {"messages": messages, "max_completion_tokens": 8}
+        body = {"messages": messages, "max_completion_tokens": most}
         connection.request("POST", base.path + "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         data = response.read()

@@ -203,6 +203,14 @@ async def test_a_server_that_begins_with_other_weights_gets_the_runs_before_work
     assert spans(result) == [("v1", 1)]
 
 
+async def test_a_server_that_calls_other_weights_by_the_same_version_gets_the_runs_before_work(make, server):
+    server.weight_version = "v1"  # left there by another run
+    async with serving(make()):
+        loads = [line for line in server.log if "update_weights_from_disk" in line]
+        assert len(loads) == 1
+        assert any("flush_cache" in line for line in server.log)
+
+
 async def test_old_snapshots_go_once_the_next_version_is_served(make, source, tmp_path):
     async with serving(make()) as backend:
         for version in ("2", "3", "4"):

@@ -208,8 +208,8 @@ async def test_stale_readings_let_pass_who_waits_and_who_comes(autojump_clock, e
         line.come("late", 50)
     assert line.begun == {"long": 0, "waits": 10, "waits too": 10, "late": 12}, "6 s after the reading at 4"
     assert counts(admission) == {"admit": 1, "bypass_degraded": 3, "wait": 2}
-    told = [(event.name, event.fields) for event in events if event.name.startswith("capacity.")]
-    assert told == [("capacity.learned", {"tokens": 100}), ("capacity.lost", {"waiting": 2, "reserved": 80})]
+    told = [(event.name, event.fields) for event in events if event.name.startswith("pools.")]
+    assert told == [("pools.learned", {"tokens": 100}), ("pools.lost", {"waiting": 2, "reserved": 80})]
 
 
 async def test_one_server_that_is_not_heard_of_makes_all_pass(autojump_clock):

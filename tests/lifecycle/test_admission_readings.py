@@ -167,10 +167,10 @@ async def test_a_server_that_hangs_or_fails_goes_stale_and_is_told_once(autojump
             await trio.sleep_until(second)
             await trio.testing.wait_all_tasks_blocked()
             assert admission.ceiling == ceiling, second
-    told = [(event.name, event.fields) for event in events if event.name in ("server.unread", "capacity.lost")]
+    told = [(event.name, event.fields) for event in events if event.name in ("server.unread", "pools.lost")]
     assert told == [
         ("server.unread", {"server": "a", "error": "no answer within 2 s"}),
-        ("capacity.lost", {"waiting": 0, "reserved": 0}),
+        ("pools.lost", {"waiting": 0, "reserved": 0}),
     ]
     assert [at for _, at in fleet.asked] == list(range(0, 18, 2)), "a call that hangs is given up for the next"
 

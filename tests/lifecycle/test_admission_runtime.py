@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
+import scenarios
 import trio
 from attrs import evolve
 from builders_admission import MeteredServer, PooledBackend, planned, steady
@@ -19,6 +21,7 @@ from relax_trio.observe.metrics import read_metrics
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.sync.cpu import InlineCpuPool
+from relax_trio.testing import explore
 
 PROMPT = 19
 """Tokens of `<user>q0<assistant>`."""
@@ -123,6 +126,28 @@ async def test_a_close_sends_who_waits_back_to_the_gate_and_the_next_step_lets_i
     assert generated(work)[2].at == 103
 
 
+async def test_under_pressure_a_close_empties_the_line_and_a_recall_alone_lets_nothing_begin(autojump_clock):
+    admission = make_admission(planned((0, 0.0), (2, 0.99), (500, 0.0)), max_wait_s=1000)
+    sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "partial_rollout": True, "over_sampling_batch_size": 3}
+    async with trio.open_nursery() as nursery:
+        await nursery.start(admission.run)
+        async with open_admitted(ask, admission, **sizes) as work:
+            await work.run_step(0)
+            states = [call.waiting_for for r in work.residents.all for s in r.group.sessions for call in s.calls]
+            assert (trio.current_time(), states, admission.n_waiting) == (3, ["gate", "gate"], 0)
+            async with trio.open_nursery() as steps:
+                steps.start_soon(work.run_step, 1)
+                await trio.sleep(1)
+                assert admission.n_waiting == 3
+                for resident in work.residents.all:
+                    for session in resident.group.sessions:
+                        admission.recall(session.name)
+                await trio.sleep(1)
+                assert (admission.n_waiting, len(generated(work))) == (3, 1), "the gate is open: they line up again"
+            assert generated(work)[1].at == 500
+        nursery.cancel_scope.cancel()
+
+
 async def test_protected_sessions_pass_and_evaluation_does_under_scope_train(autojump_clock):
     admission = make_admission(planned((0, 0.0), (2, 0.99)), max_wait_s=1000)
     slow = FakeBackend(lambda attempt: answer("ok" if attempt.rid.startswith("G0") else "x" * 20), tokens_per_s=1.0)
@@ -200,6 +225,19 @@ async def test_session_counts_are_those_of_each_step(autojump_clock):
         {"agentic_kv/session/close": 4.0, "agentic_kv/session/close_failure": 0.0},
         {"agentic_kv/session/close": 5.0, "agentic_kv/session/close_failure": 1.0},
     ]
+
+
+def test_a_lease_that_is_lost_where_an_attempt_is_cancelled_is_found(monkeypatch):
+    leave = Admission._leave
+
+    def forgetful(admission, ticket):
+        if sys.exc_info()[0] is None:
+            leave(admission, ticket)
+
+    monkeypatch.setattr(Admission, "_leave", forgetful)
+    report = explore(scenarios.line_of_admission, kinds=["drop"], sample=20)
+
+    assert "tokens are leased" in "\n".join(problem for run in report.violations for problem in run.problems)
 
 
 # --- what it is good for -------------------------------------------------------------------------------------------

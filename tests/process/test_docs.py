@@ -17,7 +17,8 @@ from builders_commands import wait_until
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/quickstart/README.md"]
+EXAMPLES = [ROOT / "examples" / name / "README.md" for name in ("quickstart", "suite")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *EXAMPLES]
 INSTALL = {
     "pip install -c constraints.txt -e . && relax-trio demo",
     "pip install -c constraints.txt -e '.[dev]' && pytest",
@@ -93,7 +94,7 @@ def test_every_flag_that_docs_name_exists():
     assert len(known) > 50
     own = {"--answers", "--sessions", "--forest-out", "--steps", "--config", "--help", "--reference"}
     own |= {"--sample", "--jobs", "--at"}  # of the explorer
-    own |= {"--tokenizer", "--write"}
+    own |= {"--tokenizer", "--write", "--rows"}
     own |= {"--tool-call-parser", "--reasoning-parser", "--tools", "--json"}  # of relax-trio parse
     own |= {"--rollout"}  # of relax-trio replay
     own |= {"--tp-size"}  # of SGLang, as are all that begin with --sglang- and are not in the list

@@ -64,8 +64,13 @@ class SGLangOptions:
 class Admit(Protocol):
     """Gives a server that is ready the current weights if it has others, and then work."""
 
-    async def __call__(self, server: Server) -> None:
-        """Admit `server`."""
+    async def __call__(self, server: Server, has: WeightVersion | None) -> None:
+        """Admit `server`.
+
+        Args:
+          has: the version that it was given by this run; None: only its own word is known, and another run may have
+            called other weights by the same name.
+        """
         ...
 
 
@@ -391,10 +396,10 @@ class SGLangBackend:
         for event in events:
             await event.wait()
 
-    async def _admit(self, server: Server) -> None:
+    async def _admit(self, server: Server, has: WeightVersion | None) -> None:
         """See `Admit`."""
         async with self._update_lock:
-            if await server.client.weight_version() != self._snapshots.version:
+            if has != self._snapshots.version:
                 new = NewWeights(version=self._snapshots.version, path=self._snapshots.path)
                 await give_weights(server, new, "drain")
             taken = server.info.max_context_len

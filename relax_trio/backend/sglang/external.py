@@ -56,7 +56,7 @@ class ExternalServer:
             while True:
                 try:
                     server = await connect(client, self.common.start_timeout_s)
-                    await admit(server)
+                    await admit(server, None)
                 except BackendUnavailable as exc:
                     if not started.is_set():
                         raise

@@ -133,7 +133,7 @@ class OwnedServer:
                     nursery.start_soon(end_with_the_process, name=f"{self.name}: exit")
                     try:
                         server = life.server = await connect(client, self._common.start_timeout_s)
-                        await admit(server)
+                        await admit(server, version)
                     except BackendUnavailable as exc:
                         life.end(str(exc), fleet)
                     else:
