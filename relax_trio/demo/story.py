@@ -48,6 +48,8 @@ class Story:
             self._say("and tries that did better than their siblings are made likelier.\n")
         elif event.name == "session.failed":
             self._say(f"  (session {fields['place']} failed: {str(fields['error']).splitlines()[0]})")
+        elif event.name == "run.stopping":
+            self._say(f"\nStopping on {fields['signal']}; the last complete step is kept, and {fields['hint']}.")
 
     def _evaluated(self, fields: dict[str, str | int | float | bool | None]) -> None:
         reward = fields["reward"]
