@@ -28,6 +28,8 @@ CPU_FLAGS = (
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 SERVED_VOCAB_LEN = 512
+END_ID = 2
+"""The end of a turn for `served_model`."""
 
 
 def require_sglang():
@@ -39,7 +41,7 @@ def require_sglang():
 
 
 def served_model(seed=0):
-    """A tiny random Qwen3 that practically never ends a turn by itself."""
+    """A tiny random Qwen3 that rarely ends a turn by itself."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=SERVED_VOCAB_LEN,
@@ -52,11 +54,11 @@ def served_model(seed=0):
         max_position_embeddings=CONTEXT_LEN + 6,
         initializer_range=0.3,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=END_ID,
         tie_word_embeddings=False,
     )
     model = Qwen3ForCausalLM(config)
-    model.lm_head.weight.data[2] = 0.0  # the end of turn: likeliest tokens have logits of several units
+    model.lm_head.weight.data[END_ID] = 0.0  # likeliest tokens have logits of several units
     return model
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import trio
 from builders_backend import generate_all, make_attempt, recompute, serving
-from builders_sglang import SERVED_VOCAB_LEN, backend_on, served_model
+from builders_sglang import END_ID, SERVED_VOCAB_LEN, backend_on, served_model
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.backend.sglang.check import check_engine
@@ -49,25 +49,30 @@ def worst_difference(models, prefix, result):
 @pytest.mark.parametrize("recipe", ["retract", "abort", "drain"])
 @pytest.mark.parametrize("transfer", ["disk", "tensor"])
 async def test_every_logprob_is_that_of_the_version_its_token_names(make, models, recipe, transfer):
-    prefixes = [[5 + i, 7, 9 + i] for i in range(4)]
-    results = [None] * len(prefixes)
+    results, updated = [], trio.Event()
 
-    async def call(i):
-        attempt = make_attempt(prefixes[i], session=f"s{i}", max_new_tokens=120)
-        results[i] = await backend.generate(attempt)
+    async def keep_asking(i):
+        """However long the update takes to prepare, attempts are under way when it comes."""
+        while not updated.is_set():
+            prefix = [5 + i, 7, 9 + len(results)]
+            attempt = make_attempt(prefix, session=f"s{i}", max_new_tokens=600)
+            results.append((prefix, await backend.generate(attempt)))
 
-    async with serving(make(recipe=recipe, transfer=transfer)) as backend, trio.open_nursery() as nursery:
-        for i in range(len(prefixes)):
-            nursery.start_soon(call, i)
-        await trio.sleep(0.4)
-        await backend.update_weights("v2", WeightSource(tensors=models["v2"].state_dict()))
-        late = await backend.generate(make_attempt(prefixes[0], session="late", max_new_tokens=4))
+    async with serving(make(recipe=recipe, transfer=transfer)) as backend:
+        async with trio.open_nursery() as nursery:
+            for i in range(4):
+                nursery.start_soon(keep_asking, i)
+            await backend.generate(make_attempt([3], session="pace", max_new_tokens=20))
+            await backend.update_weights("v2", WeightSource(tensors=models["v2"].state_dict()))
+            updated.set()
+        late = await backend.generate(make_attempt([3], session="late", max_new_tokens=4))
         assert [span.version for span in late.versions] == ["v2"]
-    for prefix, result in zip([*prefixes, prefixes[0]], [*results, late], strict=True):
-        assert result.finish == "length"
+    for prefix, result in [*results, ([3], late)]:
+        assert result.finish == "length" or result.token_ids[-1] == END_ID  # rare, but it is drawn
         assert worst_difference(models, prefix, result) < ATOL
-    if recipe != "drain":
-        assert {span.version for result in results for span in result.versions} == {"v1", "v2"}
+    written = [[span.version for span in result.versions] for _, result in results]
+    assert ["v1"] in written or ["v1", "v2"] in written
+    assert (["v1", "v2"] in written) is (recipe != "drain")
 
 
 async def test_a_sampled_answer_has_the_logprobs_of_its_temperature(make, models):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from relax_trio.observe.dump import read_rollout_dump
+
 ROOT = Path(__file__).parents[2]
 CONTEXTS = {"arithmetic": {None}, "search": {"searcher", "solver"}, "game": {None}}
 
@@ -42,9 +44,9 @@ def test_a_task_trains_a_step(task, models, environment, tmp_path):
 
     (step,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     evals = [json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines()]
-    rows = [json.loads(line) for line in (tmp_path / "dump-0.jsonl").read_text().splitlines()]
+    rows = read_rollout_dump(tmp_path / "dump-0.jsonl").samples
     assert (step["rollout/n_sessions"], step["rollout/n_failed_sessions"]) == (64, 0)
     assert 0.1 < step["rollout/raw_reward"] < 0.9
     assert step["train/grad_norm"] > 0
     assert 0.2 <= evals[0]["eval/held_out"] <= 0.5
-    assert {row["name"] for row in rows if "name" in row} == CONTEXTS[task]
+    assert {row.name for row in rows} == CONTEXTS[task]
