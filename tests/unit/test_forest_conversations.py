@@ -316,7 +316,7 @@ async def test_shared_turns_are_trained_in_each_context_or_once(autojump_clock):
 async def test_the_flags_of_the_forest_reach_the_sessions():
     def shared(**fields):
         config = Config(rollout=RolloutConfig(**fields))
-        return _shared(config, None, None, None, None, None, "http://127.0.0.1:1")
+        return _shared(config, None, None, None, None, None, "http://127.0.0.1:1", None)
 
     assert not shared().dedup_shared_turns
     assert shared(dedup_shared_turns=True).dedup_shared_turns
