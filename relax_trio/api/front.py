@@ -283,8 +283,11 @@ async def _while_connected(exchange: _Exchange, work: Callable[[], Awaitable[Non
         except Exception as exc:  # carried out of the nursery, which would make a group of it
             error = exc
         nursery.cancel_scope.cancel(reason="the reply is out")
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        error = None  # no cycle through the traceback: it would keep the request's body
 
 
 async def _wait_gone(exchange: _Exchange, work: trio.CancelScope) -> None:

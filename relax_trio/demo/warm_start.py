@@ -78,7 +78,7 @@ def build_model(vocab_len: int, tokenizer: DemoTokenizer, numbers: WarmStartReci
         pad_token_id=pad,
     )
     model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # as above
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers has no types here
         eos_token_id=end, pad_token_id=pad, do_sample=True, temperature=1.0, top_p=1.0, top_k=0
     )
     return model

@@ -81,9 +81,6 @@ class Bookmarks:
 
     _marks: deque[Bookmark] = field(factory=lambda: deque(maxlen=_N_BOOKMARKS))
 
-    def __len__(self) -> int:
-        return len(self._marks)
-
     def add(self, mark: Bookmark, *, behind: Bookmark | None) -> None:
         """Keep `mark`; the one that it was read behind makes room for it."""
         if behind is not None and behind in self._marks:
@@ -95,20 +92,19 @@ class Bookmarks:
         marks = sorted(self._marks, key=lambda mark: mark.reading.n_answered, reverse=True)
         return next((mark for mark in marks if mark.tree == tree and _begins(mark.reading, messages)), None)
 
-    def drop_read_through(self, parent: Node, added: Node, n_new: int) -> None:
-        """`added` was committed below `parent` with `n_new` messages: drop what may now be read in a second way.
+    def drop_read_through(self, behind: StateHash, added: Node) -> None:
+        """`added` was committed behind the conversation of state `behind`: drop what may now be read in a second way.
 
         What was read in one way gets a second one only below a state that it passes through: by a response with
         reasoning that a silent message may stand for, or, where a message was silent, by what it is as written.
         """
         assert added.tree is not None, "only the technical root has no tree"
-        first_new = added.n_messages - n_new + 1
+        n_behind = added.n_messages - len(added.messages)
         answers = [message for message in added.messages if message.role == "assistant"]
         thought = added.kind == "response" and answers[0].reasoning_content is not None
-        for mark in [m for m in self._marks if m.tree == added.tree.state and m.reading.n_answered >= first_new]:
+        for mark in [m for m in self._marks if m.tree == added.tree.state and m.reading.n_answered > n_behind]:
             may_branch = thought or (answers and mark.reading.n_restored > 0)
-            passes = bool(parent.prefill) or _passes(mark.reading, parent)  # a prefilled observation hides its state
-            if not mark.sole or (may_branch and passes):
+            if not mark.sole or (may_branch and _passes(mark.reading, behind, n_behind)):
                 self._marks.remove(mark)
 
 
@@ -140,9 +136,9 @@ def _is_silent(sent: Message, known: Message) -> bool:
     )
 
 
-def _passes(reading: Reading, node: Node) -> bool:
-    """Whether a reading passes through the state of `node`, or may do so in the midst of an observation."""
+def _passes(reading: Reading, state: StateHash, n_messages: int) -> bool:
+    """Whether a reading passes through a state of `n_messages`, or may do so in the midst of an observation."""
     at = reading.response
-    while at.n_messages > node.n_messages and at.parent is not None:
+    while at.n_messages > n_messages and at.parent is not None:
         at = at.parent
-    return at.n_messages < node.n_messages or at.state == node.state
+    return at.n_messages < n_messages or at.state == state

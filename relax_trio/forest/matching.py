@@ -83,12 +83,12 @@ class StateIndex:
         """
         self.nodes.setdefault(node.state, node)
         self._interior.update(states[:-1])
-        self._bookmarks.drop_read_through(parent, node, len(states))
+        self._bookmarks.drop_read_through(parent.state, node)
 
     def add_response(self, node: Node, observation: Node, before: StateHash) -> None:
         """Register a response committed below `observation`, to a request of state `before`."""
         self.nodes.setdefault(node.state, node)
-        self._bookmarks.drop_read_through(observation, node, 1)
+        self._bookmarks.drop_read_through(before, node)
         if node.messages[0].reasoning_content is not None:
             self._visible.setdefault((before, visible_hash(node.messages[0])), []).append(node)
 

@@ -124,7 +124,7 @@ def _imported(flag: str, module: str, extra: str) -> object:
         raise ConfigError(f"{flag} needs the package {extra} ({exc}); install relax-trio[{extra}]") from exc
 
 
-def _plain(section: object) -> dict[str, object]:
+def _plain(section: attrs.AttrsInstance) -> dict[str, object]:
     """A section of the configuration as numbers and texts."""
-    values = attrs.asdict(section)  # type: ignore[arg-type]
+    values = attrs.asdict(section)
     return {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}

@@ -118,8 +118,8 @@ def set_attention(model: torch.nn.Module, wanted: Attention) -> bool:
     has_flash = device.type == "cuda" and is_flash_attn_2_available()
     if wanted == FLASH and not has_flash:
         raise ConfigError("--attn-implementation flash_attention_2: needs a GPU and the package flash-attn; use auto")
-    config: Any = model.config
-    choose: Callable[[str], None] = model.set_attn_implementation  # type: ignore[assignment]
+    hugging_face: Any = model  # torch types what a module has beyond its own as a tensor or a module
+    config, choose = hugging_face.config, hugging_face.set_attn_implementation
     before = config._attn_implementation
     text = config.get_text_config()
     types = list(getattr(text, "layer_types", None) or ())
@@ -148,7 +148,8 @@ def is_flash(model: torch.nn.Module) -> bool:
 
 
 def _packs(model: torch.nn.Module, alone: Sequence[torch.Tensor], n_sliding: int) -> bool:
-    rows = _probe_rows(model.config.get_text_config().vocab_size, alone[0].device)  # type: ignore[union-attr,operator]
+    config: Any = model.config
+    rows = _probe_rows(config.get_text_config().vocab_size, alone[0].device)
     token = _windows.set([])
     try:
         together = _last_hidden(

@@ -115,7 +115,7 @@ class Head:
         Returns:
           (logprobs, entropy in nats), each (K,) float32, or float64 if `hidden` is.
         """
-        scored: tuple[torch.Tensor, torch.Tensor] = _Score.apply(  # type: ignore[no-untyped-call]
+        scored: tuple[torch.Tensor, torch.Tensor] = _Score.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
             hidden, self.linear.weight, self.linear.bias, recorded, distribution, self, chunk_elements
         )
         return scored

@@ -70,8 +70,8 @@ class Policy:
     @property
     def n_vocab(self) -> int:
         """Rows of the input embedding: ids must be below it."""
-        embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        return int(embedding.weight.shape[0])
+        hugging_face: Any = self.model
+        return int(hugging_face.get_input_embeddings().weight.shape[0])
 
     def score(self, batch: Batch, distribution: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob of each trained token and entropy of the distribution it was drawn from.

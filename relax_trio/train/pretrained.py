@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,5 +41,6 @@ def save_model(model: torch.nn.Module, directory: Path, tensors: Mapping[str, to
     """
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
+    hugging_face: Any = model
     with no_progress_bars():
-        model.save_pretrained(directory, state_dict={**tensors, **buffers})  # type: ignore[operator]
+        hugging_face.save_pretrained(directory, state_dict={**tensors, **buffers})

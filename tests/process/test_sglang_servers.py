@@ -6,7 +6,7 @@ import os
 import signal
 import stat
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -94,15 +94,6 @@ async def test_a_server_is_started_serves_and_is_gone_afterwards(run, pids):
     assert not pids()
 
 
-async def _generate_as_a_place_does(backend, attempt):
-    """An attempt that comes before the death of its server is known fails as well; a place has three Sessions."""
-    for _ in range(2):
-        with suppress(BackendUnavailable):
-            return await backend.generate(attempt)
-        await trio.sleep(0.2)  # about what the next agent takes to start
-    return await backend.generate(attempt)
-
-
 async def test_a_killed_server_fails_what_ran_on_it_at_once_and_comes_back_with_the_current_weights(
     run, pids, source, tmp_path, events
 ):
@@ -113,7 +104,7 @@ async def test_a_killed_server_fails_what_ran_on_it_at_once_and_comes_back_with_
                 await backend.generate(make_attempt([1], rid="x", max_new_tokens=600))
         assert caught.value.retryable
         with trio.fail_after(20):
-            result = await _generate_as_a_place_does(backend, make_attempt([1], max_new_tokens=3))
+            result = await backend.generate(make_attempt([1], max_new_tokens=3))
         assert [span.version for span in result.versions] == ["2"]
     starts = [line for line in (tmp_path / "servers/sglang-0.log").read_text().splitlines() if line.startswith("flags")]
     assert "--weight-version 1" in starts[0]

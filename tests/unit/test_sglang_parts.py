@@ -20,6 +20,7 @@ from relax_trio.backend.lanes import Lanes
 from relax_trio.backend.sglang.exchange import buckets, serialize
 from relax_trio.backend.sglang.external import read_workers
 from relax_trio.backend.sglang.fleet import Fleet, Server
+from relax_trio.backend.sglang.health import watch_health
 from relax_trio.backend.sglang.snapshots import Snapshots
 from relax_trio.backend.sglang.stops import cut_at_stop
 from relax_trio.backend.sglang.wire import ServerInfo
@@ -118,6 +119,35 @@ async def test_who_waits_for_a_server_gets_the_next_one_or_hears_that_none_will_
     fleet.close("no server is left")
     with pytest.raises(BackendUnavailable, match="no server is left"):
         await fleet.choose("s")
+
+
+async def test_a_doubted_server_gets_nothing_until_it_is_asked_at_once_and_trusted_or_lost(autojump_clock):
+    fleet, answers = Fleet(), iter([(0.5, True), (2.0, False)])
+    server = make_server("s")
+
+    async def is_alive(timeout_s, *, paused):
+        seconds, alive = next(answers)
+        await trio.sleep(seconds)
+        return alive
+
+    server.client.is_alive = is_alive
+    fleet.admit(server)
+    async with trio.open_nursery() as nursery:
+
+        async def keep():
+            fleet.lose(server, await watch_health(server, fleet, 400.0))
+
+        nursery.start_soon(keep)
+        await trio.sleep(10)
+        fleet.doubt(server)
+        assert await fleet.choose("s") is server
+        assert trio.current_time() == 10.5
+        fleet.doubt(server)
+        await server.gone.wait()
+        assert trio.current_time() == 12.5
+        fleet.close("no server is left")
+        with pytest.raises(BackendUnavailable):
+            await fleet.choose("s")
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------

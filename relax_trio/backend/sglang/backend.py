@@ -314,7 +314,9 @@ class SGLangBackend:
                 return leg.is_called_back, self._cut(flight, answer)
             raise BackendUnavailable(f"attempt {attempt.rid}: {server.name} is gone: {server.lost}")
         except BackendUnavailable:
-            if server.lost is None:  # a connection that broke does not end what it asked for
+            if server.lost is None:
+                self._fleet.doubt(server)
+                # a connection that broke does not end what it asked for
                 self._nursery.start_soon(self._abort_once, server, leg.rid, name=f"abort {attempt.rid}")
             raise
         except trio.Cancelled:

@@ -63,7 +63,7 @@ class ExternalServer:
                     emit("server.unreachable", server=client.name, error=str(exc))
                     continue
                 started.set()
-                fleet.lose(server, await watch_health(server, self.common.health_timeout_s))
+                fleet.lose(server, await watch_health(server, fleet, self.common.health_timeout_s))
         finally:
             await client.aclose()
 

@@ -28,6 +28,7 @@ class Server:
       n_legs: attempts that are on it now.
       generating: shut while it generates nothing although it is well: paused, or loading weights.
       n_holds: how often that was so, for those who looked away meanwhile.
+      doubted: set while it is not known whether it still lives: a connection to it broke.
       lost: why it is gone, None while it serves.
       gone: set when it is lost.
     """
@@ -39,6 +40,7 @@ class Server:
     n_legs: int = 0
     generating: Gate = field(factory=Gate)
     n_holds: int = 0
+    doubted: trio.Event = field(factory=trio.Event)
     lost: str | None = None
     gone: trio.Event = field(factory=trio.Event)
     _scopes: set[trio.CancelScope] = field(factory=set)
@@ -96,6 +98,16 @@ class Fleet:
         emit("server.admitted", server=server.name, url=server.client.url, version=server.info.version)
         self._tell()
 
+    def doubt(self, server: Server) -> None:
+        """Let it have none until it is known whether it lives: whoever watches it asks at once."""
+        server.doubted.set()
+
+    def trust(self, server: Server) -> None:
+        """It lives."""
+        if server.doubted.is_set():
+            server.doubted = trio.Event()
+            self._tell()
+
     def lose(self, server: Server, reason: str) -> None:
         """Let it have none any more; attempts on it fail as retryable. Idempotent."""
         if server.lost is None:
@@ -119,11 +131,10 @@ class Fleet:
         Cancellation: safe.
         """
         await trio.lowlevel.checkpoint()
-        while not self._servers:
+        while not (servers := [server for server in self._servers.values() if not server.doubted.is_set()]):
             if self._closed is not None:
                 raise BackendUnavailable(self._closed)
             await self._changed.wait()
-        servers = self._servers.values()
         if self._routing == "session":
             return max(servers, key=lambda server: _rank(session_key, server.name))
         return min(servers, key=lambda server: server.n_legs)

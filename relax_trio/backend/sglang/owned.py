@@ -139,7 +139,7 @@ class OwnedServer:
                     else:
                         started.set()
                         holding.close()  # it has its weights
-                        life.end(await watch_health(server, self._common.health_timeout_s), fleet)
+                        life.end(await watch_health(server, fleet, self._common.health_timeout_s), fleet)
                     nursery.cancel_scope.cancel(reason=f"{self.name} is not well")
             finally:
                 life.end("the run ended", fleet)

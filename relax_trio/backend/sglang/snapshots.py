@@ -116,7 +116,8 @@ def checkpoint_shapes(path: Path) -> Shapes | None:
     with boundary(WeightSyncError, f"checkpoint {path} cannot be read", OSError, ValueError, SafetensorError):
         for file in sorted(path.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
-                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+                names = opened.keys()  # all that it has of a mapping
+                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in names})
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if isinstance(config, dict) and config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
