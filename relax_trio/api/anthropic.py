@@ -52,7 +52,6 @@ class MessagesDialect:
         retry: bool,
         template_variables: Container[str] = frozenset(),
         known: History | None = None,
-        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)

@@ -46,7 +46,6 @@ class ChatDialect:
         retry: bool,
         template_variables: Container[str] = frozenset(),
         known: History | None = None,
-        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)
@@ -57,10 +56,13 @@ class ChatDialect:
             fields.get("messages"), param="messages", skipped=skipped, before=before, n_before=n_before
         )
         _refuse_images(messages[max(0, len(before) - 1) :], fields, n_before)
+        tools = None if known is None else known.tools
+        if tools is None:
+            tools = normalize_tools(fields.get("tools"), param="tools", skipped=skipped)
         newer, older = (optional_int(fields, name, low=1) for name in ("max_completion_tokens", "max_tokens"))
         request = CanonicalRequest(
             messages=messages,
-            tools=normalize_tools(fields.get("tools"), param="tools", skipped=skipped) if tools is None else tools,
+            tools=tools,
             chat_template_kwargs=normalize_template_kwargs(
                 fields.get("chat_template_kwargs"), param="chat_template_kwargs"
             ),

@@ -49,7 +49,6 @@ class Dialect(Protocol):
         retry: bool,
         template_variables: Container[str] = frozenset(),
         known: History | None = None,
-        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """Read a request body.
 
@@ -60,7 +59,6 @@ class Dialect(Protocol):
           template_variables: names that the checkpoint's chat template reads: what a request says of reasoning becomes
             a template argument only where there is one.
           known: what stands before the messages in `body`; never given where `history_key` is None.
-          tools: what the tools in `body` are read as, where that is known.
 
         Raises:
           InvalidRequest: with `param` naming the field.

@@ -213,7 +213,6 @@ class ModelRequests:
                 retry=retry,
                 template_variables=self._template_variables,
                 known=body.known,
-                tools=body.tools,
             )
             # what was left out is told with every request, so such a history is read anew
             if parsed.request.skipped:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from relax_trio.api.body import check_depth, parse_body
 from relax_trio.data.json import JSON_DECODER, JsonObject, JsonValue
@@ -38,7 +38,8 @@ class History:
       list_at: where in them the first message may begin.
       n_items: messages in it as the client counts them.
       messages: what they were read as; leading system messages may be one.
-      tools_text, tools: the request's tools as written, and what they were read as.
+      tools_text, tools: the request's tools as written, and what they were read as; None as the beginning of a body
+        that has others.
       digest: SHA-256 object that was fed with path and prefix; copy it before use.
     """
 
@@ -48,7 +49,7 @@ class History:
     n_items: int
     messages: tuple[Message, ...]
     tools_text: str
-    tools: tuple[JsonObject, ...]
+    tools: tuple[JsonObject, ...] | None
     digest: hashlib._Hash
 
 
@@ -59,13 +60,11 @@ class Body:
     Attributes:
       value: its JSON; without the messages of `known`, which stand before those that it has.
       known: its known beginning, None where it was read whole.
-      tools: what its tools were read as before, None where they were not, or were others.
       digest: SHA-256 of path and body.
     """
 
     value: JsonValue
     known: History | None
-    tools: tuple[JsonObject, ...] | None = None
     digest: bytes
     _path: str
     _raw: bytes
@@ -143,10 +142,11 @@ def read_json(path: str, raw: bytes, *, known: History | None, key: str | None) 
     if parts is None:
         return Body(value=parse_body(raw), known=None, digest=fed.digest(), path=path, raw=raw)
     check_depth(parts.value)
+    if known is not None and known.tools_text != parts.tools_text:
+        known = evolve(known, tools=None)
     return Body(
         value=parts.value,
         known=known,
-        tools=known.tools if known is not None and known.tools_text == parts.tools_text else None,
         digest=fed.digest(),
         path=path,
         raw=raw,

@@ -71,7 +71,6 @@ class ResponsesDialect:
         retry: bool,
         template_variables: Container[str] = frozenset(),
         known: History | None = None,
-        tools: tuple[JsonObject, ...] | None = None,
     ) -> ParsedRequest:
         """See `Dialect.parse`."""
         fields = body_object(body)

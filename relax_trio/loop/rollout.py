@@ -12,11 +12,9 @@ from relax_trio.loop.evidence import Evidence
 from relax_trio.loop.setup import RunData
 from relax_trio.loop.start import collect_garbage, tell_operator
 from relax_trio.loop.train import RunSummary
-from relax_trio.runtime.engine import open_engine
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import ThreadCpuPool
-from relax_trio.sync.process import Warden
 
 
 async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path, stop: Stop) -> RunSummary:
@@ -32,24 +30,15 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
     n_steps = setup.n_rollout_steps(config, data.rows)
     cpu = ThreadCpuPool(setup.n_cores())
     codec = setup.load_codec(config, checkpoint)
-    warden = Warden()
-    backend = servers.make_backend(config, checkpoint, codec, WeightVersion("0"), warden=warden, run_dir=run_dir)
     evidence = Evidence.open(config, run_dir, cpu, 0)
     n_done = 0
-    async with open_engine(
-        config,
-        backend=backend,
-        codec=codec,
-        cpu=cpu,
-        run_dir=run_dir,
-        stop=stop,
-        warden=warden,
-        admission=servers.make_admission(config, backend),
+    async with servers.open_run_engine(
+        config, checkpoint, codec, WeightVersion("0"), cpu=cpu, run_dir=run_dir, stop=stop
     ) as engine:
         work = Work(
             shared=engine.shared,
             config=config.rollout,
-            limits=setup.train_limits(config, backend.max_context_len),
+            limits=setup.train_limits(config, engine.shared.backend.max_context_len),
             rows=setup.make_rows(config, data.rows, None),
             scorer=setup.make_scorer(config, cpu),
             assigns_credit=False,

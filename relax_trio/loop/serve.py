@@ -10,7 +10,6 @@ from pathlib import Path
 
 import trio
 
-from relax_trio.backend.base import Backend
 from relax_trio.backend.scripted import ScriptedBackend, read_answers
 from relax_trio.config.tree import Config
 from relax_trio.data.json import JsonObject
@@ -22,7 +21,6 @@ from relax_trio.runtime.engine import Engine, open_engine
 from relax_trio.runtime.session import Session
 from relax_trio.runtime.stop import Stop
 from relax_trio.sync.cpu import ThreadCpuPool
-from relax_trio.sync.process import Warden
 
 GROUP = GroupId("S0")
 """Public name of the Group that served Sessions stand in."""
@@ -50,30 +48,27 @@ async def serve(
     """
     cpu = ThreadCpuPool(setup.n_cores())
     codec = setup.load_codec(config, checkpoint)
-    warden = Warden()
     with tempfile.TemporaryDirectory(prefix="relax-trio-serve-") as scratch:
-        backend: Backend
         if answers is None:
-            backend = servers.make_backend(
-                config, checkpoint, codec, WeightVersion("0"), warden=warden, run_dir=Path(scratch)
+            opening = servers.open_run_engine(
+                config,
+                checkpoint,
+                codec,
+                WeightVersion("0"),
+                cpu=cpu,
+                run_dir=Path(),
+                servers_dir=Path(scratch),
+                stop=stop,
             )
         else:
-            backend = ScriptedBackend(
+            script = ScriptedBackend(
                 read_answers(answers, codec.encode_text, codec.stop_token_ids[0]),
                 name=str(answers),
                 max_context_len=config.rollout.rollout_max_context_len or SCRIPTED_CONTEXT_LEN,
                 vocab_len=codec.vocab_len,
             )
-        async with open_engine(
-            config,
-            stop=stop,
-            backend=backend,
-            codec=codec,
-            cpu=cpu,
-            run_dir=Path(),
-            warden=warden,
-            admission=servers.make_admission(config, backend),
-        ) as engine:
+            opening = open_engine(config, backend=script, codec=codec, cpu=cpu, run_dir=Path(), stop=stop)
+        async with opening as engine:
             sessions = [_make_session(config, engine, index) for index in range(n_sessions)]
             with stop.work():
                 async with trio.open_nursery() as nursery:

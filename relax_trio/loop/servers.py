@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,9 @@ from relax_trio.data.json import JsonValue
 from relax_trio.errors import ConfigError, boundary
 from relax_trio.ids import WeightVersion
 from relax_trio.loop import setup
-from relax_trio.runtime.engine import MAX_INFLIGHT_ATTEMPTS
+from relax_trio.runtime.engine import MAX_INFLIGHT_ATTEMPTS, Engine, open_engine
+from relax_trio.runtime.stop import Stop
+from relax_trio.sync.cpu import CpuPool
 from relax_trio.sync.process import Warden
 from relax_trio.tokens.codec import ChatCodec
 
@@ -35,6 +38,39 @@ _RECIPES: dict[str, Recipe] = {r: r for r in ("auto", "drain", "abort", "retract
 _TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 _PIPELINE_PARALLEL = ("--pp-size", "--pp", "--pipeline-parallel-size")
 _DATA_PARALLEL = ("--dp-size", "--dp", "--data-parallel-size")
+
+
+def open_run_engine(
+    config: Config,
+    checkpoint: Path,
+    codec: ChatCodec,
+    version: WeightVersion,
+    *,
+    cpu: CpuPool,
+    run_dir: Path,
+    servers_dir: Path | None = None,
+    stop: Stop,
+) -> AbstractAsyncContextManager[Engine]:
+    """An engine over what `--rollout-backend` says.
+
+    Args:
+      servers_dir: gets logs and weights of the run's own servers; None: `run_dir`.
+
+    Raises:
+      ConfigError: as `make_backend`.
+    """
+    warden = Warden()
+    backend = make_backend(config, checkpoint, codec, version, warden=warden, run_dir=servers_dir or run_dir)
+    return open_engine(
+        config,
+        backend=backend,
+        codec=codec,
+        cpu=cpu,
+        run_dir=run_dir,
+        stop=stop,
+        warden=warden,
+        admission=make_admission(config, backend),
+    )
 
 
 def make_backend(

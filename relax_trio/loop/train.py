@@ -21,11 +21,10 @@ from relax_trio.loop.start import tell_operator
 from relax_trio.loop.steps import TrainLoop
 from relax_trio.observe.rundir import CHECKPOINTS_DIR
 from relax_trio.observe.writers import open_writers
-from relax_trio.runtime.engine import Engine, open_engine
+from relax_trio.runtime.engine import Engine
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
-from relax_trio.sync.process import Warden
 from relax_trio.train.base import Trainer
 from relax_trio.train.processes import open_process_trainer
 from relax_trio.train.settings import TrainerSettings
@@ -74,21 +73,10 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
     settings = TrainerSettings.of_config(config, n_steps)
     go_on = None if resume is None else resume.checkpoint
     own = None if config.train.trainer_processes else await open_trainer(settings, checkpoint, resume=go_on)
-    warden = Warden()
-    backend = servers.make_backend(config, source, codec, version, warden=warden, run_dir=run_dir)
     first_step = 0 if resume is None else resume.rollout_id
     async with (
         open_writers(config, run_dir, first_step, cpu) as writers,
-        open_engine(
-            config,
-            backend=backend,
-            codec=codec,
-            cpu=cpu,
-            run_dir=run_dir,
-            stop=stop,
-            warden=warden,
-            admission=servers.make_admission(config, backend),
-        ) as engine,
+        servers.open_run_engine(config, source, codec, version, cpu=cpu, run_dir=run_dir, stop=stop) as engine,
         nullcontext(own) if own else _processes(config, settings, checkpoint, go_on, engine, run_dir) as trainer,
     ):
         evidence = Evidence.open(config, run_dir, cpu, first_step, writers)

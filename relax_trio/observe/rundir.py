@@ -29,7 +29,6 @@ CONFIG_FILE = "config.yaml"
 CURVE_FILE = "reward.png"
 ROLLOUT_DIR = "rollout"
 CHECKPOINTS_DIR = "checkpoints"
-SESSIONS_DIR = "sessions"
 TENSORBOARD_DIR = "tensorboard"
 
 DEFAULT_PARENT = Path("runs")

@@ -275,9 +275,3 @@ def _call_id(turn: hashlib._Hash, index: int) -> str:
     digest = turn.copy()
     digest.update(index.to_bytes(4, "big"))
     return f"call_{digest.hexdigest()[:24]}"
-
-
-def _tool_name(tool: JsonObject) -> str:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else ""

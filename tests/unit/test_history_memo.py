@@ -31,7 +31,7 @@ def ask(memo, raw, path=PATH):
     known = memo.find(path, raw)
     try:
         body = read_json(path, raw, known=known, key=CHAT.history_key)
-        parsed = CHAT.parse(body.value, digest=body.digest, retry=False, known=body.known, tools=body.tools)
+        parsed = CHAT.parse(body.value, digest=body.digest, retry=False, known=body.known)
     except InvalidRequest as exc:
         return (str(exc), exc.param), False
     kept = None if parsed.request.skipped else body.history(parsed.request.messages, parsed.request.tools)

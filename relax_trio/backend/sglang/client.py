@@ -217,16 +217,6 @@ class SGLangClient:
         wire.require_ok(status, body, f"/metrics of {self.name}")
         return body.decode()
 
-    async def set_memory(self, step: Literal["release", "resume"], tags: tuple[str, ...] = ()) -> None:
-        """Release GPU memory of weights and cache, or take it again.
-
-        Raises:
-          BackendError: refused, or no answer.
-        """
-        body: JsonObject = {"tags": list(tags)} if tags else {}
-        status, answer = await self._call("POST", f"/{step}_memory_occupation", body, seconds=LOAD_S)
-        wire.require_ok(status, answer, f"/{step}_memory_occupation of {self.name}")
-
     async def aclose(self) -> None:
         """Close every connection; see `Lanes.aclose`."""
         await self._generate.aclose()
