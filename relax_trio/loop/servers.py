@@ -14,9 +14,10 @@ import torch
 from relax_trio.backend.admission import Admission, AdmissionOptions
 from relax_trio.backend.base import Backend
 from relax_trio.backend.checkpoint import require_config
-from relax_trio.backend.sglang.backend import Keeper, SGLangBackend, SGLangOptions
+from relax_trio.backend.sglang.backend import SGLangBackend, SGLangOptions
 from relax_trio.backend.sglang.exchange import Recipe
 from relax_trio.backend.sglang.external import ExternalServer, ExternalServers, RouterServers
+from relax_trio.backend.sglang.keeper import Keeper
 from relax_trio.backend.sglang.owned import OwnedServer, OwnedServers
 from relax_trio.backend.sglang.readings import follow_servers
 from relax_trio.config.backend_tree import BackendConfig

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from relax_trio.backend.base import SamplingParams
 from relax_trio.backend.sglang import wire
-from relax_trio.backend.sglang.backend import ABORT_AFTER_S
+from relax_trio.backend.sglang.attempts import ABORT_AFTER_S
 from relax_trio.backend.sglang.client import PauseMode, SGLangClient
 from relax_trio.backend.sglang.connect import connect
 from relax_trio.errors import BackendError, BackendRejected

@@ -8,11 +8,11 @@ import trio
 from attrs import field, frozen
 
 from relax_trio.backend.lanes import Lanes
-from relax_trio.backend.sglang.backend import Admit
 from relax_trio.backend.sglang.client import SGLangClient
 from relax_trio.backend.sglang.connect import connect
 from relax_trio.backend.sglang.fleet import Fleet
 from relax_trio.backend.sglang.health import watch_health
+from relax_trio.backend.sglang.keeper import Admit
 from relax_trio.backend.sglang.snapshots import Snapshots
 from relax_trio.data.json import JsonValue, parse_json
 from relax_trio.errors import BackendError, BackendProtocolError, BackendUnavailable

@@ -11,11 +11,11 @@ from pathlib import Path
 import trio
 from attrs import define, frozen
 
-from relax_trio.backend.sglang.backend import Admit
 from relax_trio.backend.sglang.client import SGLangClient
 from relax_trio.backend.sglang.connect import connect
 from relax_trio.backend.sglang.fleet import Fleet, Server
 from relax_trio.backend.sglang.health import watch_health
+from relax_trio.backend.sglang.keeper import Admit
 from relax_trio.backend.sglang.snapshots import Snapshots
 from relax_trio.errors import BackendUnavailable, ConfigError, boundary
 from relax_trio.events import emit
