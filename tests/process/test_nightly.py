@@ -188,7 +188,7 @@ def nightly(tmp_path, *, check_demo=None):
     """Run a copy of the script, its tool replaced by `check_demo`, where every other program is a stub that passes."""
     checkout = tmp_path / "checkout"
     shutil.copytree(TOOLS, checkout / "tools")
-    benches = ("bench_preload.py", "bench_api.py", "bench_forest.py", "bench_train.py")
+    benches = ("bench_preload.py", "bench_api.py", "bench_engine.py", "bench_forest.py", "bench_train.py")
     for name in ("check_hour.py", "check_processes.py", "fuzz_api.py", *benches):
         (checkout / "tools" / name).write_text("print('met')\n")
     if check_demo is not None:
