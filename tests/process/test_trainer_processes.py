@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import torch
 import trio
 from attrs import evolve
 from builders_checkpoint import save_tiny_checkpoint
-from builders_commands import command, running, wait_until, write_rows
+from builders_commands import command, run, running, wait_until, write_rows
 from builders_process import alive, new_tag, running_warden
 from builders_train import off_policy, relative, rollout, same_tensors, settings, tiny_model, write_checkpoint
 from team_gradient import CASES, gradient
@@ -183,3 +184,17 @@ def test_a_command_with_trainer_processes_trains_and_leaves_none_behind(tmp_path
     assert not trainers(tag)
     assert not list(temp.iterdir())
     assert (out / "checkpoints" / "step_000002" / "model.safetensors").is_file()
+
+
+def test_two_processes_train_while_rollout_goes_on(tmp_path):
+    data, out = write_rows(tmp_path / "d.jsonl", 8), tmp_path / "run"
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny")
+    words = command("train", checkpoint, data, out, "--fully-async", "--max-staleness", "2", "--num-rollout", "3")
+    words += ["--trainer-processes", "2", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
+    words += ["--num-iters-per-train-update", "2", "--rollout-batch-size", "4", "--save-interval", "1"]
+    done = run(words, within_s=180)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [step["train/n_tokens"] > 0 for step in steps] == [True] * 3
+    assert (out / "checkpoints" / "step_000003" / "model.safetensors").is_file()
