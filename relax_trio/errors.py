@@ -157,6 +157,10 @@ class BackendRejected(BackendError):
     """The engine refused the attempt's content; trying again gives the same answer."""
 
 
+class PromptRefused(BackendRejected):
+    """The engine can't be sent what the conversation says; who wrote it can."""
+
+
 class BackendProtocolError(BackendError):
     """The engine answered with something that breaks its own contract."""
 

@@ -39,7 +39,7 @@ TOLD = {name: name.rpartition(".")[2] for name in ABOUT} | {
     "session.retried": "retry",
     "row.set_aside": "aside",
 }
-CALLED = {"generate": "run", "abort": "abort", "update_weights": "weights"}
+CALLED = {"generate": "run", "abort": "abort", "update_weights": "weights", "pause": "pause", "resume": "resume"}
 """How a timetable calls events, and calls of the backend."""
 
 
@@ -62,7 +62,7 @@ def timetable(main, seed):
     run_virtual(stamped, bench, seed=seed)
     for call in bench.backend.calls:
         if call.name != "close_session":
-            moments.setdefault(call.at, []).append(f"{CALLED[call.name]} {call.what}")
+            moments.setdefault(call.at, []).append(f"{CALLED[call.name]} {call.what}".rstrip())
     return {at: ", ".join(sorted(moments[at])) for at in sorted(moments)}
 
 

@@ -26,6 +26,7 @@ from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.tokens.codec import ParsedTurn
+from relax_trio.tokens.vision import NoVision
 
 STOP = 0
 
@@ -34,14 +35,15 @@ class ByteCodec:
     """A codec whose tokens are UTF-8 bytes plus one, with 0 as the end of turn."""
 
     stop_token_ids = (STOP,)
+    vision = NoVision()
 
     def encode_text(self, text):
         return [byte + 1 for byte in text.encode()]
 
-    def encode_opening(self, messages, tools, kwargs):
+    def encode_opening(self, messages, tools, kwargs, *, images=()):
         return array("i", self.encode_text("".join(f"<{m.role}>{m.content}" for m in messages) + "<assistant>"))
 
-    def encode_observation(self, messages, tools, kwargs, *, turn, turn_ids, earlier=()):
+    def encode_observation(self, messages, tools, kwargs, *, turn, turn_ids, earlier=(), images=()):
         ids = self.encode_opening(messages, tools, kwargs)
         return ids if turn_ids and turn_ids[-1] == STOP else array("i", [STOP]) + ids
 

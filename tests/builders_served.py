@@ -120,9 +120,9 @@ class CutTransport(Transport):
 
 
 @asynccontextmanager
-async def open_served(texts, *, retry_grace_s=5.0, tokens_per_s=1.0, **config):
+async def open_served(texts, *, codec=None, retry_grace_s=5.0, tokens_per_s=1.0, **config):
     """A leased Session whose turns say `texts`, one token a virtual second, behind a server of its own."""
-    codec = make_codec(THINKING_PROMPT)
+    codec = codec or make_codec(THINKING_PROMPT)
     end = codec.encode_text("<|im_end|>")
     backend = FakeBackend(
         [[*codec.encode_text(text), *end] for text in texts], tokens_per_s=tokens_per_s, max_context_len=200_000

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relax_trio.backend.sglang.backend import SGLangBackend, SGLangOptions
 from relax_trio.backend.sglang.external import ExternalServer, ExternalServers
+from relax_trio.backend.sglang.router import RouterServers
+from relax_trio.backend.sglang.wire import has_spans
 from relax_trio.demo.tokenizer import train_tokenizer
 
 PYTHON = os.environ.get("RELAX_TRIO_SGLANG")
@@ -24,6 +30,12 @@ CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle"),
     *("--max-total-tokens", "16384", "--mem-fraction-static", "0.3", "--dtype", "float32", "--grammar-backend", "none"),
 )
+
+
+def run_flags():
+    """`CPU_FLAGS` as flags of a run that starts its servers itself."""
+    return [word.replace("--", "--sglang-", 1) if word.startswith("--") else word for word in CPU_FLAGS]
+
 
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -38,6 +50,14 @@ def require_sglang():
         pytest.skip(
             "no SGLang: tools/sglang_cpu_env DIR makes an environment, RELAX_TRIO_SGLANG=DIR/bin/python names it"
         )
+
+
+def require_router():
+    """Skip, saying how not to, where the environment with SGLang has no router."""
+    require_sglang()
+    found = subprocess.run([PYTHON, "-c", "import sglang_router"], capture_output=True, check=False)
+    if found.returncode:
+        pytest.skip(f"no router: {PYTHON} -m pip install sglang-router")
 
 
 def served_model(seed=0):
@@ -69,38 +89,66 @@ def served_checkpoint(path, seed=0):
     return path
 
 
-def backend_on(checkpoint, snapshot_dir, *urls, decode=None, start_timeout_s=30.0, health_timeout_s=10.0, **options):
+def backend_on(
+    checkpoint,
+    snapshot_dir,
+    *urls,
+    decode=None,
+    version="v1",
+    adapter=None,
+    start_timeout_s=30.0,
+    health_timeout_s=10.0,
+    **options,
+):
     """A backend over servers that run already."""
     common = ExternalServers(start_timeout_s=start_timeout_s, health_timeout_s=health_timeout_s)
     return SGLangBackend(
         checkpoint,
-        "v1",
+        version,
         snapshot_dir=snapshot_dir,
         keepers=[ExternalServer(common, url) for url in urls],
         options=SGLangOptions(**options),
         decode=decode,
+        adapter=adapter,
     )
 
 
-class RealServer:
-    """A process of a real server; ended with all it started."""
+def router_backend(
+    checkpoint, snapshot_dir, url, *, start_timeout_s=30.0, health_timeout_s=10.0, interval_s=0.02, **options
+):
+    """A backend over the workers of a router, which is looked at every `interval_s`."""
+    common = ExternalServers(start_timeout_s=start_timeout_s, health_timeout_s=health_timeout_s)
+    keeper = RouterServers(common, url, interval_s)
+    options = SGLangOptions(**options)
+    return SGLangBackend(checkpoint, "v1", snapshot_dir=snapshot_dir, keepers=[keeper], options=options)
 
-    def __init__(self, checkpoint, log_path):
+
+class _Process:
+    """A process on a port of its own; ended with all it started."""
+
+    def __init__(self, log_path, *words):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log_path = log_path
-        argv = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port), *CPU_FLAGS]
-        with Path(log_path).open("w") as log:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = Path(log_path)
+        with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
-                argv,
+                [PYTHON, *words, "--host", "127.0.0.1", "--port", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, **CPU_ENVIRONMENT},
             )
+
+    def wait_ready(self, within_s=300.0):
+        """Wait until `/health` is answered with 200; fails with the log's end, and at once if the process ends."""
+        end = time.monotonic() + within_s
+        while not _is_healthy(self.port):
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise AssertionError(f"no {' '.join(self.process.args)}:\n{self.log_path.read_text()[-3000:]}")
+            time.sleep(0.1)
 
     def stop(self):
         """Kill its group; a server with a stuck request ignores SIGTERM."""
@@ -109,3 +157,59 @@ class RealServer:
         except ProcessLookupError:
             pass
         self.process.wait()
+
+
+class RealServer(_Process):
+    """A real server; other `flags` than `CPU_FLAGS` come behind them."""
+
+    def __init__(self, checkpoint, log_path, *flags):
+        super().__init__(
+            log_path,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(checkpoint),
+            *CPU_FLAGS,
+            "--enable-metrics",
+            *flags,
+        )
+
+
+class RealRouter(_Process):
+    """A real router, which takes up a worker within a second."""
+
+    def __init__(self, log_path, *flags):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            metrics_port = probe.getsockname()[1]
+        words = ["-m", "sglang_router.launch_router", "--prometheus-port", str(metrics_port)]
+        words += ["--worker-startup-check-interval", "1"]
+        super().__init__(log_path, *words, *flags)
+
+
+def tells_spans(url):
+    """Whether the real server at `url` tells the version of each token."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+    connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse().read()
+    connection.close()
+    return has_spans(answer)
+
+
+def require_spans(url):
+    """Skip where the real server at `url` is too old for weights that change under an attempt."""
+    if not tells_spans(url):
+        pytest.skip("this server names one version for a whole answer, so weights never change under an attempt on it")
+
+
+def _is_healthy(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -116,6 +116,31 @@ async def partial_pause(bench: Bench) -> None:
             await bench.backend.update_weights(str(step + 1), WeightSource(tensors={}))
 
 
+async def paused_between_steps(bench: Bench) -> None:
+    """At closes attempts are paused instead: weights change under them, a step that the surplus pays leaves the pause
+    on, and after two pauses a Session is protected."""
+
+    async def agent(agent):
+        await trio.sleep(row_of(agent) / 10)
+        await ask(agent)
+        await trio.sleep(3)
+
+    config = RolloutConfig(
+        rollout_batch_size=1,
+        n_samples_per_prompt=1,
+        partial_rollout=True,
+        partial_rollout_pause="retract",
+        partial_rollout_max_aborted_count=2,
+        over_sampling_batch_size=3,
+    )
+    says = {1: SLOW, 4: SLOW, 5: SLOW}
+    async with bench.engine(agent, backend=model(says), n_permits=2), bench.open_work(config, n_steps=4) as work:
+        for step in range(4):
+            check_step(await work.run_step(step, may_pause=True), 1, says)
+            await trio.sleep(5)
+            await bench.backend.update_weights(str(step + 1), WeightSource(tensors={}))
+
+
 async def readings_with_a_gap(capacity):
     """A pool of 100 tokens, read every 2 s but between seconds 20 and 32."""
     capacity.follow("server")

@@ -79,6 +79,23 @@ async def shutdown_in_each_phase(bench: Bench) -> None:
         await loop.run()
 
 
+async def paused_but_for_evaluation(bench: Bench) -> None:
+    """Attempts are paused from one step to the next, and aborted at the close that an evaluation follows."""
+    config = Config(
+        rollout=RolloutConfig(
+            rollout_batch_size=1,
+            n_samples_per_prompt=1,
+            partial_rollout=True,
+            partial_rollout_pause="in_place",
+            over_sampling_batch_size=2,
+        ),
+        train=TrainConfig(save_interval=1),
+        eval=EvalConfig(eval_interval=2),
+    )
+    async with training(bench, config, n_steps=3, backend=model(dict.fromkeys(range(1, 16, 2), SLOW))) as loop:
+        await loop.run()
+
+
 async def fully_async_close_and_backfill(bench: Bench) -> None:
     """Windows close on credit, debt is paid later, the backfill pays the rest; the trainer takes rows in batches."""
     config = Config(

@@ -32,7 +32,9 @@ def raw_turns(record):
         legs.append(leg)
         if leg.status == 200 and leg.answer["output_ids"]:
             meta = leg.answer["meta_info"]
-            versions = [span["version"] for span in meta["weight_versions"] for _ in range(span["start"], span["end"])]
+            whole = {"version": meta["weight_version"], "start": 0, "end": len(leg.answer["output_ids"])}
+            spans = meta.get("weight_versions", [whole])  # an older server names one version for all
+            versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
             tokens.extend(zip(leg.answer["output_ids"], logprobs, versions, strict=True))
     return {rid: Raw(tokens=tokens, n_legs=len(legs)) for rid, (tokens, legs) in turns.items()}

@@ -54,6 +54,20 @@ class Record:
                     found.append(exchange)
         return found
 
+    def foreign_hits(self):
+        """Legs whose cached prefix nobody else asked for under the adapter that they name, or under none."""
+        found, answered = [], [leg for leg in self.legs() if leg.status == 200]
+        for leg in answered:
+            ids, adapter = leg.request["input_ids"], leg.request.get("lora_path")
+            others = [
+                other.request["input_ids"] + other.answer["output_ids"]
+                for other in answered
+                if other is not leg and other.request.get("lora_path") == adapter
+            ]
+            if leg.answer["meta_info"].get("cached_tokens", 0) > max((_common(ids, o) for o in others), default=0):
+                found.append(leg)
+        return found
+
     def _under_way(self, one):
         """Prefixes of calls that were sent before `one` was answered and were answered after it."""
         at = self.exchanges.index(one)

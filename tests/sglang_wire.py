@@ -46,8 +46,9 @@ class Died(Exception):
 
 
 class Request:
-    def __init__(self, body):
+    def __init__(self, body, n_prompt):
         self.body = body
+        self.n_prompt = n_prompt
         self.tokens = []
         self.versions = []
         self.aborted = False
@@ -82,10 +83,17 @@ class WireServer:
         self.died_of = None
         self.log = []
         self.bodies = []
+        self.routing_keys = []  # of requests that have one, in their header
         self.url = None
         self.cached_under = set()  # versions that the prefix cache was computed under
         self.stale_hits = 0
         self.refuse_flush = False
+        self.refuse_pause = self.refuse_continue = False
+        self.n_lost_aborts = 0  # that came while it was paused
+        self.watchdog_s = 300.0
+        self.pad_id = None  # of a model that reads images, with as many placeholders for each image
+        self.image_len = 1
+        self.minds_bias = True
 
     async def run(self, port=0, *, task_status=trio.TASK_STATUS_IGNORED):
         async with trio.open_nursery() as nursery:
@@ -104,6 +112,7 @@ class WireServer:
                 request, body = await _read(http, stream)
                 if request is None:
                     return
+                self.routing_keys += [value.decode() for name, value in request.headers if name == b"x-smg-routing-key"]
                 status, answer = await self._answer(request.method.decode(), request.target.decode(), body)
                 headers = [("content-length", str(len(answer))), ("content-type", "application/json")]
                 await stream.send_all(http.send(h11.Response(status_code=status, headers=headers)))
@@ -123,6 +132,8 @@ class WireServer:
         url = urlsplit(target)
         self.log.append(f"{method} {target}")
         name = url.path.strip("/").replace("/", "_")
+        if self.tells and name.endswith("_generation"):
+            print(name, body.decode(), flush=True)
         handler = getattr(self, f"_{name}", None)
         if handler is None or (self.is_old and name in ("begin_weight_update", "end_weight_update")):
             return answer_of(self.version, "00_not_found")
@@ -135,7 +146,7 @@ class WireServer:
 
     async def _server_info(self, _):
         info = json.loads(answer_of(self.version, "00_server_info")[1])
-        return 200, _json({**info, "max_req_input_len": self.context_len - 6})
+        return 200, _json({**info, "max_req_input_len": self.context_len - 6, "watchdog_timeout": self.watchdog_s})
 
     async def _model_info(self, _):
         return 200, _json(
@@ -162,7 +173,7 @@ class WireServer:
         )
         known = {"max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"}
         known |= {"repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "skip_special_tokens"}
-        known |= {"spaces_between_special_tokens", "n", "sampling_seed"}
+        known |= {"spaces_between_special_tokens", "n", "sampling_seed", "logit_bias"}
         if set(params) - known:
             return answer_of(self.version, "03_err_unknown_sampling_param")
         if rid in self.running:
@@ -172,13 +183,17 @@ class WireServer:
             return answer_of(self.version, "03_err_empty_ids")
         if len(ids) + params["max_new_tokens"] > self.context_len:
             return answer_of(self.version, "03_err_prompt_plus_max_new_too_long")
-        if "json_schema" in params or "session_params" in body or "image_data" in body:
+        images = body.get("image_data", ())
+        if "json_schema" in params or "session_params" in body or (images and self.pad_id is None):
             raise Died(f"a request with {sorted(params)} and {sorted(body)}")
         if max(ids) >= self.vocab_len or min(ids) < 0:
             raise Died(f"token id {max(ids)}")
         if self.cached_under - {self.weight_version}:
             self.stale_hits += 1
-        request = self.running[rid] = Request(body)
+        if images and ids.count(self.pad_id) != len(images):
+            await trio.sleep_forever()  # as the real one: no answer, and its health stays good
+        ids = [token for token in ids for _ in range(self.image_len if images and token == self.pad_id else 1)]
+        request = self.running[rid] = Request(body, len(ids))
         try:
             await self._make_tokens(request, ids, params)
         finally:
@@ -189,6 +204,12 @@ class WireServer:
         limit = min(params["max_new_tokens"], self.context_len - 2 - len(ids))
         n_due = 0.0
         while len(request.tokens) < limit and not request.aborted:
+            if self.paused == "in_place":
+                with trio.move_on_after(self.watchdog_s) as watched:
+                    await self.resumed.wait()
+                if watched.cancelled_caught:
+                    raise Died("its watchdog, of a batch that is held in place")
+                continue
             if self.paused:
                 await self.resumed.wait()
                 continue
@@ -198,6 +219,8 @@ class WireServer:
             while n_due >= 1 and len(request.tokens) < limit and not self.paused and not request.aborted:
                 n_due -= 1
                 token = token_at(len(ids) + len(request.tokens), self.vocab_len)
+                while self.minds_bias and str(token) in params.get("logit_bias", ()):
+                    token = (token + 1) % self.vocab_len
                 request.tokens.append(token)
                 request.versions.append(self.weight_version)
                 self.cached_under.add(self.weight_version)
@@ -219,7 +242,7 @@ class WireServer:
         meta["finish_reason"].update(reason)
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
         meta["output_token_logprobs_length"] = meta["completion_tokens"] = len(tokens)
-        meta["prompt_tokens"] = len(request.body["input_ids"])
+        meta["prompt_tokens"] = request.n_prompt
         meta["weight_version"] = self.weight_version
         if "weight_versions" in meta:
             meta["weight_versions"] = _spans(request.versions) or [
@@ -233,7 +256,9 @@ class WireServer:
         rid = body.get("rid", "")
         if not rid:
             raise AssertionError("an abort without a rid")
-        if rid in self.running:  # then everything that begins with it goes, too
+        if self.paused:
+            self.n_lost_aborts += 1
+        elif rid in self.running:  # then everything that begins with it goes, too
             for name, request in self.running.items():
                 if name.startswith(rid):
                     request.aborted = True
@@ -241,14 +266,17 @@ class WireServer:
         return answer_of(self.version, "04_abort_request_rid")
 
     async def _pause_generation(self, body):
+        if self.refuse_pause:
+            return 500, b"Internal Server Error"
         if body["mode"] not in ("retract", "in_place"):
             return answer_of(self.version, "05_pause_bad_mode")
-        self.paused, self.resumed = body["mode"], trio.Event()
-        if self.paused == "retract":
-            pass  # its caches are given up by the flush
+        self.resumed.set()  # another pause than before
+        self.paused, self.resumed = body["mode"], trio.Event()  # caches are given up by the flush
         return answer_of(self.version, "05_pause_retract")
 
     async def _continue_generation(self, _):
+        if self.refuse_continue:
+            return 500, b"Internal Server Error"
         self.paused = None
         self.resumed.set()
         return answer_of(self.version, "05_continue_default")
@@ -346,7 +374,7 @@ def _json(value):
     return json.dumps(value).encode()
 
 
-def main(words):
+def main(words, kind=WireServer):
     """Serve as `python -m sglang.launch_server` would, by its flags; `--crash` is one that it refuses.
 
     `--tokens-per-s` is one of its own. Its log tells every request by its name.
@@ -356,7 +384,7 @@ def main(words):
     if "--crash" in flags:
         sys.exit("launch_server.py: error: unrecognized arguments: --crash")
     model = json.loads((Path(flags["--model-path"]) / "config.json").read_text())
-    server = WireServer(
+    server = kind(
         VERSIONS[1],
         vocab_len=model["vocab_size"],
         context_len=646,

@@ -32,6 +32,11 @@ CASES = {
         8,
         {**PACKED, "normalize_advantages": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
     ),
+    "sessions_in_several_micro_batches": (
+        "llama",
+        8,
+        {"micro_batch_size": 1, "estimator": "gspo", "use_opsm": True, "opsm_delta": 0.0},
+    ),
 }
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

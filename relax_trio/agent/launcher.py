@@ -15,6 +15,7 @@ from relax_trio.agent.environment import agent_environment
 from relax_trio.agent.output import UnknownKeys, parse_session_output
 from relax_trio.agent.preload import WarmParent
 from relax_trio.agent.session_io import SessionIO
+from relax_trio.agent.task_images import has_local_images, session_input
 from relax_trio.config.tree import AgentConfig
 from relax_trio.data.record import SessionOutput
 from relax_trio.errors import AgentExecutionError, AgentLaunchError, AgentOutputError, boundary
@@ -70,8 +71,10 @@ class ProcessAgentLauncher:
         """See `AgentLauncher.open`."""
         if self._config.agent_command is None:
             raise AgentLaunchError(f"session {spec.place}: --agent-command is missing, so there is no agent to start")
+        task = spec.task
+        content = await trio.to_thread.run_sync(session_input, task) if has_local_images(task) else task.session_input()
         with boundary(AgentLaunchError, f"session {spec.place}: its IO directory could not be made", OSError):
-            io = await SessionIO.make(self._temp_root, spec.place, spec.task.session_input())
+            io = await SessionIO.make(self._temp_root, spec.place, content)
         has_failed = False
         try:
             env = agent_environment(self._parent_env, config=self._config, spec=spec, io_dir=io.path)

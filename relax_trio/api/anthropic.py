@@ -20,7 +20,6 @@ from relax_trio.api.fields import (
     SEED_LIMIT,
     body_object,
     effort_wish,
-    image_refused,
     kind_of,
     optional_bool,
     optional_int,
@@ -111,8 +110,6 @@ def _request(
     history = HistoryReader()
     messages = history.read(fields.get("system"), fields.get("messages"))
     tools = _tools(fields.get("tools"), history)
-    if history.image is not None:
-        raise image_refused(history.image)
     return CanonicalRequest(
         messages=messages,
         tools=tools,

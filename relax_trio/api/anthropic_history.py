@@ -52,12 +52,10 @@ class HistoryReader:
     Attributes:
       messages: canonical messages so far.
       skipped: kinds of blocks that were left out, in order of appearance.
-      image: path of the first image, None where there is none.
     """
 
     messages: list[Message] = field(factory=list)
     skipped: dict[str, None] = field(factory=dict)
-    image: str | None = None
     _ids: dict[str, str] = field(factory=dict)
     """Ids of calls as the client has them → as they are in canonical form."""
 
@@ -189,7 +187,6 @@ class HistoryReader:
     def _part(self, block: JsonObject, path: str, kind: str) -> Part:
         if kind == "text":
             return TextPart(_text(block, path))
-        self.image = self.image or path
         return ImagePart(_image_url(block.get("source"), f"{path}.source"))
 
 

@@ -14,7 +14,6 @@ from relax_trio.api.envelopes import openai_error
 from relax_trio.api.fields import (
     SEED_LIMIT,
     body_object,
-    image_refused,
     kind_of,
     optional_bool,
     optional_int,
@@ -24,7 +23,7 @@ from relax_trio.api.fields import (
 )
 from relax_trio.api.history import History
 from relax_trio.data.json import JsonObject, JsonValue
-from relax_trio.data.messages import ImagePart, Message
+from relax_trio.data.messages import Message
 from relax_trio.data.normalize import clean_text, normalize_messages, normalize_template_kwargs, normalize_tools
 from relax_trio.data.request import CanonicalRequest, Completion, TokenLogprob, Usage
 from relax_trio.errors import InvalidRequest, ProtocolError
@@ -55,7 +54,6 @@ class ChatDialect:
         messages = normalize_messages(
             fields.get("messages"), param="messages", skipped=skipped, before=before, n_before=n_before
         )
-        _refuse_images(messages[max(0, len(before) - 1) :], fields, n_before)
         tools = None if known is None else known.tools
         if tools is None:
             tools = normalize_tools(fields.get("tools"), param="tools", skipped=skipped)
@@ -109,22 +107,6 @@ CHAT: Final = ChatDialect()
 
 
 # --- request ---------------------------------------------------------------------------------------------------
-
-
-def _refuse_images(messages: tuple[Message, ...], fields: JsonObject, n_before: int) -> None:
-    if not any(isinstance(part, ImagePart) for m in messages if isinstance(m.content, tuple) for part in m.content):
-        return
-    raise image_refused(_image_path(fields.get("messages"), n_before))
-
-
-def _image_path(raw: JsonValue, n_before: int) -> str:
-    """Where the first image stands in the list as sent; leading system messages may have been merged since."""
-    for index, message in enumerate(raw if isinstance(raw, list) else [], n_before):
-        content = message.get("content") if isinstance(message, dict) else None
-        for at, part in enumerate(content if isinstance(content, list) else []):
-            if isinstance(part, dict) and part.get("type") == "image_url":
-                return f"messages[{index}].content[{at}]"
-    return "messages"
 
 
 def _tool_choice(raw: JsonValue) -> str:

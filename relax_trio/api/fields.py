@@ -119,11 +119,6 @@ def thinking_kwargs(wish: bool | None, template_variables: Container[str]) -> Js
     return {THINKING_VARIABLE: wish}
 
 
-def image_refused(path: str) -> UnsupportedFeature:
-    """The error for the image at `path`."""
-    return UnsupportedFeature(f"{path} is an image, and images aren't served yet; describe it as text", param=path)
-
-
 def kind_of(value: JsonValue) -> str:
     """How JSON calls the type of `value`."""
     if value is None:

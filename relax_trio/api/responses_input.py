@@ -11,7 +11,7 @@ from typing import Final
 
 from attrs import define, field
 
-from relax_trio.api.fields import image_refused, kind_of
+from relax_trio.api.fields import kind_of
 from relax_trio.api.responses_reasoning import item_reasoning
 from relax_trio.api.responses_tools import MAX_KIND_CHARS, Tools
 from relax_trio.data.json import JsonObject, JsonValue
@@ -61,14 +61,13 @@ class InputReader:
     messages: list[Message] = field(factory=list)
     skipped: list[str] = field(factory=list)
     _turn: _Turn = field(factory=_Turn)
-    _image_path: str | None = None
 
     def read(self, raw: JsonValue, instructions: str | None) -> tuple[Message, ...]:
         """The canonical messages of `instructions` and `input`.
 
         Raises:
           InvalidRequest: with `param` set to the path of the offending field, e.g. `input[3].content[0].text`.
-          UnsupportedFeature: there is an image.
+          UnsupportedFeature: an item that is not kept here is referred to.
         """
         if instructions:
             self.messages.append(Message(role="system", content=instructions))
@@ -81,8 +80,6 @@ class InputReader:
             self._end_turn()
         else:
             raise InvalidRequest(f"input must be a string or a list of items, not {kind_of(raw)}", param="input")
-        if self._image_path is not None:
-            raise image_refused(self._image_path)
         if len(self.messages) == n_instructions:
             left_out = f" (left out: {', '.join(dict.fromkeys(self.skipped))})" if self.skipped else ""
             raise InvalidRequest(f"input must hold at least one message or tool result{left_out}", param="input")
@@ -203,7 +200,6 @@ class InputReader:
                 f"{path}.image_url must be a data:, http: or https: URL (uploaded files aren't kept here)",
                 param=f"{path}.image_url",
             )
-        self._image_path = self._image_path or path
         return ImagePart(clean_text(url))
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import trio
 from attrs import field, frozen
 
+from relax_trio.data.image import EncodedImage
+from relax_trio.data.json import JsonObject
 from relax_trio.data.sample import VersionSpan
 from relax_trio.ids import Rid, WeightVersion
 
@@ -52,6 +54,7 @@ class Attempt:
       session_key: public key of the Session, equal for all its attempts: KV reuse and routing. No credential.
       response_start: index in `token_ids` where this turn's own tokens begin (P for a first attempt): stop strings
         are looked for from there.
+      images: what stands for the placeholders among `token_ids`, in order.
     """
 
     rid: Rid
@@ -59,6 +62,7 @@ class Attempt:
     sampling: SamplingParams
     session_key: str
     response_start: int
+    images: tuple[EncodedImage, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -87,6 +91,19 @@ class AttemptResult:
 
 
 @frozen(kw_only=True)
+class AdapterWeights:
+    """A low-rank adapter by itself, in PEFT's terms.
+
+    Attributes:
+      config: content of PEFT's adapter_config.json.
+      tensors: name → matrix by the names in PEFT's files, `base_model.model.MODULE.lora_A.weight` and `…lora_B.weight`.
+    """
+
+    config: JsonObject
+    tensors: Mapping[str, torch.Tensor]
+
+
+@frozen(kw_only=True)
 class WeightSource:
     """Where new weights come from; a backend takes whichever form it can use.
 
@@ -94,10 +111,12 @@ class WeightSource:
       tensors: name → tensor by the checkpoint's parameter names (any device, any float dtype); not mutated while
         `update_weights` runs.
       path: a Hugging Face checkpoint directory with the same weights.
+      adapter: where only an adapter is trained: it alone, for the weights that training began with.
     """
 
     tensors: Mapping[str, torch.Tensor] | None = None
     path: Path | None = None
+    adapter: AdapterWeights | None = None
 
 
 @frozen(kw_only=True)
@@ -111,6 +130,27 @@ class BackendLoad:
     extra: dict[str, float] = field(factory=dict)
 
 
+class Pausing(Protocol):
+    """How a backend holds every attempt where it is. Weights may change meanwhile."""
+
+    async def pause(self) -> None:
+        """From when this returns until `resume`, no attempt makes a token and each stays in its `generate`.
+
+        An attempt that ended just before may still come back. An abort may have to wait for `resume`; a caller that is
+        cancelled leaves at once, as ever. Paused already: nothing happens.
+
+        Cancellation: some attempts may be paused; `resume` lets them go on.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Let attempts go on from where they are. Nothing is paused: nothing happens.
+
+        Cancellation: some attempts may still be paused; it may be called again.
+        """
+        ...
+
+
 class Backend(Protocol):
     """An engine. All methods may be called by many tasks at once."""
 
@@ -122,6 +162,11 @@ class Backend(Protocol):
     @property
     def weight_version(self) -> WeightVersion:
         """Version that a token generated now would carry."""
+        ...
+
+    @property
+    def pausing(self) -> Pausing | None:
+        """How attempts are paused; None where they can't be. Known once `run` has started."""
         ...
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

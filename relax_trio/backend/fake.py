@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import trio
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from relax_trio.backend.base import Attempt, AttemptResult, BackendLoad, WeightSource
 from relax_trio.backend.refuse import refuse_unfit
@@ -32,9 +32,9 @@ class FakeCall:
     """One call that the backend took.
 
     Attributes:
-      name: "generate", "abort", "update_weights" or "close_session".
+      name: "generate", "abort", "pause", "resume", "update_weights" or "close_session".
       at: seconds on the Trio clock.
-      what: rid, version or session key.
+      what: rid, version or session key; empty where there is none.
     """
 
     name: str
@@ -44,17 +44,29 @@ class FakeCall:
 
 @define(eq=False, kw_only=True)
 class _Turn:
+    """An attempt under way; `pauses` are from when until when it was paused, `left_s` is what was left when it was."""
+
     started_at: float
     wait: trio.CancelScope
     aborted: bool = False
+    is_wanted_back: bool = False
     error: BackendError | None = None
+    left_s: float | None = None
+    pauses: list[tuple[float, float]] = field(factory=list)
+
+    def time_of(self, k: int, tokens_per_s: float) -> float:
+        """When token k came or comes to be."""
+        at = self.started_at + k / tokens_per_s
+        for since, until in self.pauses:
+            at += until - since if at > since else 0.0
+        return at
 
 
 class FakeBackend:
     """`Backend` without an engine.
 
-    Token k (from 1) of an attempt exists k / `tokens_per_s` seconds after its start. A turn ends with its last id
-    (finish "stop"), at the first stop token id, or at `max_new_tokens` ("length").
+    Token k (from 1) of an attempt exists k / `tokens_per_s` seconds after its start, pauses apart. A turn ends with its
+    last id (finish "stop"), at the first stop token id, or at `max_new_tokens` ("length").
 
     Args:
       answers: what turns say.
@@ -67,6 +79,7 @@ class FakeBackend:
       calls: every call in order.
       attempts: every attempt taken, in order.
       is_serving: whether `run` is under way.
+      is_paused: whether attempts are paused.
     """
 
     def __init__(
@@ -88,6 +101,8 @@ class FakeBackend:
         self._vocab_len = vocab_len
         self._versions: list[tuple[float, WeightVersion]] = [(-math.inf, WeightVersion(version))]
         self.is_serving = False
+        self.is_paused = False
+        self._paused_at = -math.inf
         self._running: dict[Rid, _Turn] = {}
         self._n_begun: dict[str, int] = {}
         self._interrupted: InterruptedTurns[tuple[int, ...]] = InterruptedTurns()
@@ -104,6 +119,11 @@ class FakeBackend:
     def weight_version(self) -> WeightVersion:
         """See `Backend`."""
         return self._versions[-1][1]
+
+    @property
+    def pausing(self) -> FakeBackend:
+        """See `Backend`."""
+        return self
 
     @property
     def running(self) -> tuple[Rid, ...]:
@@ -162,6 +182,8 @@ class FakeBackend:
         now = trio.current_time()
         turn = _Turn(started_at=now, wait=trio.CancelScope(deadline=now + len(ids) / self._tokens_per_s))
         self._running[attempt.rid] = turn
+        if self.is_paused:
+            self._hold(turn)
         finished = False
         try:
             with turn.wait:
@@ -180,10 +202,28 @@ class FakeBackend:
         """See `Backend`."""
         self._note("abort", rid)
         turn = self._running.get(rid)
-        acts_at = trio.current_time() + self._abort_delay_s
-        if turn is not None and acts_at < turn.wait.deadline:
-            turn.aborted = True
-            turn.wait.deadline = acts_at
+        if turn is not None and turn.left_s is not None:
+            turn.is_wanted_back = True
+        elif turn is not None:
+            self._call_back(turn)
+        await trio.lowlevel.checkpoint()
+
+    async def pause(self) -> None:
+        """See `Pausing`. An abort acts when `resume` is called, or later."""
+        if not self.is_paused:
+            self._note("pause", "")
+            self.is_paused, self._paused_at = True, trio.current_time()
+            for turn in self._running.values():
+                self._hold(turn)
+        await trio.lowlevel.checkpoint()
+
+    async def resume(self) -> None:
+        """See `Pausing`."""
+        if self.is_paused:
+            self._note("resume", "")
+            self.is_paused, now = False, trio.current_time()
+            for turn in self._running.values():
+                self._release(turn, now)
         await trio.lowlevel.checkpoint()
 
     async def update_weights(self, version: WeightVersion, source: WeightSource) -> None:
@@ -205,6 +245,29 @@ class FakeBackend:
         """See `Backend`."""
         return BackendLoad(n_running=len(self._running), n_waiting=0)
 
+    def _hold(self, turn: _Turn) -> None:
+        """Stop a turn, unless its last token exists by now."""
+        left_s = turn.wait.deadline - trio.current_time()
+        if left_s > 0 or turn.started_at == trio.current_time():
+            turn.wait.deadline, turn.left_s = math.inf, left_s
+
+    def _release(self, turn: _Turn, now: float) -> None:
+        if turn.left_s is None:
+            return
+        if turn.started_at >= self._paused_at:
+            turn.started_at = now  # it has not begun
+        else:
+            turn.pauses.append((self._paused_at, now))
+        turn.wait.deadline, turn.left_s = now + turn.left_s, None
+        if turn.is_wanted_back:
+            self._call_back(turn)
+
+    def _call_back(self, turn: _Turn) -> None:
+        acts_at = trio.current_time() + self._abort_delay_s
+        if acts_at < turn.wait.deadline:
+            turn.aborted = True
+            turn.wait.deadline = acts_at
+
     def _note(self, name: str, what: str) -> None:
         self.calls.append(FakeCall(name=name, at=trio.current_time(), what=what))
 
@@ -221,20 +284,21 @@ class FakeBackend:
         n_done = len(ids)
         if turn.aborted:
             # What exists by now; the sliver makes up for rounding in the product.
-            n_done = min(n_done, int((trio.current_time() - turn.started_at) * self._tokens_per_s + 1e-6))
+            spent_s = trio.current_time() - turn.started_at - sum(until - since for since, until in turn.pauses)
+            n_done = min(n_done, int(spent_s * self._tokens_per_s + 1e-6))
         return AttemptResult(
             token_ids=array("i", ids[:n_done]),
             logprobs=array("d", [FAKE_LOGPROB] * n_done),
             finish="abort" if turn.aborted else finish,
-            versions=self._spans(turn.started_at, n_done),
+            versions=self._spans(turn, n_done),
             cached_len=0,
         )
 
-    def _spans(self, started_at: float, n_tokens: int) -> tuple[VersionSpan, ...]:
+    def _spans(self, turn: _Turn, n_tokens: int) -> tuple[VersionSpan, ...]:
         """Token k carries the version in force when it came to be."""
         spans: list[VersionSpan] = []
         for k in range(1, n_tokens + 1):
-            made_at = started_at + k / self._tokens_per_s
+            made_at = turn.time_of(k, self._tokens_per_s)
             version = next(version for since, version in reversed(self._versions) if since <= made_at)
             if spans and spans[-1].version == version:
                 spans[-1] = VersionSpan(version=version, n_tokens=spans[-1].n_tokens + 1)

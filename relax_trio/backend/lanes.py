@@ -9,7 +9,7 @@ would take a third of a request's time, and no server here has any.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import httpx
@@ -64,8 +64,13 @@ class Lanes:
         """Requests under way."""
         return self._limiter.borrowed_tokens
 
-    async def request(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+    async def request(
+        self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
         """Send one request and read its whole answer, whatever its status.
+
+        Args:
+          headers: besides those that every request has.
 
         Raises:
           BackendUnavailable: the server can't be reached, or the connection broke.
@@ -76,8 +81,8 @@ class Lanes:
         if url is None:
             url = self._urls[path] = httpx.URL(self._base_url + path)
         data = content or b""
-        headers = {**_HEADERS, "host": url.netloc.decode(), "content-length": str(len(data))}
-        request = httpx.Request(method, url, headers=headers, stream=_Body(data))
+        all_headers = {**_HEADERS, **(headers or {}), "host": url.netloc.decode(), "content-length": str(len(data))}
+        request = httpx.Request(method, url, headers=all_headers, stream=_Body(data))
         async with self._lane() as transport:
             try:
                 response = await transport.handle_async_request(request)

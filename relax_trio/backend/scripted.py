@@ -22,6 +22,7 @@ from relax_trio.data.json import parse_json
 from relax_trio.data.sample import VersionSpan
 from relax_trio.errors import BackendRejected, BackendUnavailable, ConfigError, WeightSyncError
 from relax_trio.ids import Rid, WeightVersion
+from relax_trio.sync.gate import Gate
 
 Encode = Callable[[str], Sequence[int]]
 ScriptFinish = Literal["stop", "length"]
@@ -116,6 +117,7 @@ class ScriptedBackend:
         self._vocab_len = vocab_len
         self._version = WeightVersion("scripted")
         self._serving = False
+        self._answering = Gate()
         self._running: dict[Rid, _Turn] = {}
         self._n_begun: dict[str, int] = {}
         self._interrupted: InterruptedTurns[Answer] = InterruptedTurns()
@@ -130,6 +132,11 @@ class ScriptedBackend:
         """See `Backend`."""
         return self._version
 
+    @property
+    def pausing(self) -> ScriptedBackend:
+        """See `Backend`."""
+        return self
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """See `Backend`."""
         self._serving = True
@@ -138,6 +145,7 @@ class ScriptedBackend:
             await trio.sleep_forever()
         finally:
             self._serving = False
+            self._answering.open()
             for turn in self._running.values():
                 turn.end = "gone"
                 turn.interrupt.set()
@@ -160,6 +168,8 @@ class ScriptedBackend:
         try:
             with trio.move_on_after(answer.delay_s):
                 await turn.interrupt.wait()
+            if turn.end != "gone":
+                await self._answering.wait_open()
             if turn.end == "gone":
                 raise BackendUnavailable(f"attempt {attempt.rid}: the scripted backend ended")
             finished = turn.end is None
@@ -175,6 +185,16 @@ class ScriptedBackend:
         if turn is not None and turn.end is None:
             turn.end = "abort"
             turn.interrupt.set()
+        await trio.lowlevel.checkpoint()
+
+    async def pause(self) -> None:
+        """See `Pausing`: answers and aborts that are due come at `resume`."""
+        self._answering.shut("paused")
+        await trio.lowlevel.checkpoint()
+
+    async def resume(self) -> None:
+        """See `Pausing`."""
+        self._answering.open()
         await trio.lowlevel.checkpoint()
 
     async def update_weights(self, version: WeightVersion, source: WeightSource) -> None:

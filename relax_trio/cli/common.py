@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attrs import evolve
+
 from relax_trio.config.parse import Resolved
 from relax_trio.config.tree import Config
 
@@ -34,6 +36,14 @@ def find_checkpoint(name: str, progress: Callable[[int, int, float], None] | Non
     from relax_trio.demo.checkpoint import ensure_demo_checkpoint  # loads torch
 
     return ensure_demo_checkpoint(progress=progress)
+
+
+def with_reference(config: Config) -> Config:
+    """The configuration with `--ref-load` as a directory, where it names the built-in model."""
+    ref_load = config.train.ref_load
+    if ref_load is None:
+        return config
+    return evolve(config, train=evolve(config.train, ref_load=find_checkpoint(str(ref_load))))
 
 
 def open_run(resolved: Resolved) -> Path:

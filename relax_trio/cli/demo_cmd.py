@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from relax_trio.cli.common import DEMO, find_checkpoint, finish, open_run, warn, write_config
+from relax_trio.cli.common import DEMO, find_checkpoint, finish, open_run, warn, with_reference, write_config
 from relax_trio.config.check import check_config
 from relax_trio.config.option import option, positive
 from relax_trio.config.parse import Resolved, parse_command
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     run_dir = open_run(resolved)
     resolved = _with_data(resolved, run_dir)
     write_config(resolved, run_dir)
-    config = resolved.config
+    config = with_reference(resolved.config)
     data = load_data(config)
     assert config.rollout.num_rollout is not None, "the demo has a number of steps"
     story = Story(config.rollout.num_rollout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from relax_trio.cli.common import find_checkpoint
+from relax_trio.cli.common import find_checkpoint, with_reference
 from relax_trio.config.option import not_negative, option
 from relax_trio.config.parse import parse_command
 from relax_trio.config.tree import Config
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: is no run directory: it has no {CONFIG_FILE}")
     resolved, own = parse_command(["--config", str(run_dir / CONFIG_FILE), *argv[1:]], Own)
-    return _replay(resolved.config, run_dir, own.rollout)
+    return _replay(with_reference(resolved.config), run_dir, own.rollout)
 
 
 def _replay(config: Config, run_dir: Path, rollout_id: int) -> int:
@@ -58,7 +58,7 @@ def _replay(config: Config, run_dir: Path, rollout_id: int) -> int:
     if record is None:
         raise ConfigError(f"{run_dir}: has no metrics of step {rollout_id}")
     weights = _weights(config, run_dir, rollout_id)
-    stages = trio.run(replay, config, dump, record, weights, config.rollout.num_rollout, ThreadCpuPool(1))
+    stages = trio.run(replay, config, dump, record, weights, _n_rollout(config), ThreadCpuPool(1))
     for stage in stages:
         sys.stdout.write(f"{stage.name:<9} {stage.text}{'' if stage.difference is None else ': DIFFERS'}\n")
     last = stages[-1]
@@ -66,6 +66,15 @@ def _replay(config: Config, run_dir: Path, rollout_id: int) -> int:
         return 0
     sys.stdout.write(f"first difference in {last.name}: {last.difference}\n")
     return 1
+
+
+def _n_rollout(config: Config) -> int | None:
+    """Steps of the run, where a learning rate decays over them."""
+    if config.rollout.num_rollout is not None or config.train.lr_decay_style == "constant":
+        return config.rollout.num_rollout
+    from relax_trio.loop.setup import load_data, n_rollout_steps
+
+    return n_rollout_steps(config, load_data(config).rows)
 
 
 def _weights(config: Config, run_dir: Path, rollout_id: int) -> Weights | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relax_trio.cli.common import find_checkpoint, finish, open_run, run_evidence, warn, write_config
+from relax_trio.cli.common import find_checkpoint, finish, open_run, run_evidence, warn, with_reference, write_config
 from relax_trio.config.check import check_config
 from relax_trio.config.parse import parse_config
 
@@ -25,6 +25,7 @@ def run(argv: Sequence[str]) -> int:
     data = load_data(config)
     assert config.backend.hf_checkpoint is not None, "checked"
     checkpoint = find_checkpoint(config.backend.hf_checkpoint)
+    config = with_reference(config)
     run_dir = open_run(resolved)
     write_config(resolved, run_dir)
     return finish(run_command(lambda stop: train(config, data, checkpoint, run_dir, stop), run_evidence(run_dir)))

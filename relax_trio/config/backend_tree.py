@@ -70,8 +70,19 @@ class BackendConfig:
     )
     sglang_weight_transfer: str = option(
         "disk",
-        "How new weights get to the servers: through a checkpoint directory, or from memory.",
-        choices=("disk", "tensor"),
+        "How new weights get to the servers: through a checkpoint directory, inside requests, or by broadcast (NCCL; "
+        "Gloo to servers on the CPU).",
+        choices=("disk", "tensor", "distributed"),
+    )
+    sglang_lora_transfer: str = option(
+        "merged",
+        "What servers get with --lora-rank: weights that have the adapter merged, or the adapter alone.",
+        why="works with every server, and is served at full speed",
+        choices=("merged", "adapter"),
+    )
+    colocate: bool = option(
+        False,
+        "Servers of the run give their GPU memory up while the trainer works: for trainer and servers on one GPU.",
     )
     allow_stale_kv: bool = option(False, "Let attempts use prefix caches that were computed under older weights.")
     agentic_session_lifecycle: bool = option(

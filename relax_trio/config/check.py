@@ -21,6 +21,7 @@ from relax_trio.config.check_files import (
     dataset_problems,
     output_problems,
 )
+from relax_trio.config.check_pause import pause_problems
 from relax_trio.config.check_sizes import (
     eval_problems,
     length_problems,
@@ -28,6 +29,7 @@ from relax_trio.config.check_sizes import (
     train_size_problems,
     train_warnings,
 )
+from relax_trio.config.check_weights import weight_problems
 from relax_trio.config.eval_spec import eval_specs
 from relax_trio.config.hook_path import import_hook
 from relax_trio.config.problems import raise_problems
@@ -64,6 +66,8 @@ def check_config(
     problems = checkpoint_problems(config.backend.hf_checkpoint, weights=not scripted)
     problems += _port_problems(config.server)
     problems += [] if scripted else backend_problems(config)
+    problems += [] if command == "serve" else pause_problems(config, trains=trains)
+    problems += [] if scripted else weight_problems(config, trains=trains)
     problems += rollout_size_problems(config)
     problems += length_problems(config)
     problems += output_problems(config, trains=trains)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from relax_trio.config.check_pause import keeps_stale_kv
 from relax_trio.config.tree import Config
 
 _OURS = {
@@ -49,10 +50,11 @@ def backend_problems(config: Config) -> list[str]:
             f"--sglang-gpus: {len(backend.sglang_gpus)} GPUs can't be shared out evenly among "
             f"--sglang-num-servers {backend.sglang_num_servers}"
         )
-    if (backend.sglang_update_recipe == "in_place") != backend.allow_stale_kv:
+    needs_stale_kv = backend.sglang_update_recipe == "in_place"
+    if needs_stale_kv > backend.allow_stale_kv or backend.allow_stale_kv > keeps_stale_kv(config):
         problems.append(
-            "--sglang-update-recipe in_place and --allow-stale-kv belong together: attempts then go on from a cache "
-            "that older weights computed"
+            "--sglang-update-recipe in_place (or --partial-rollout-pause in_place) and --allow-stale-kv belong "
+            "together: attempts then go on from a cache that older weights computed"
         )
     if config.rollout.deterministic and "--enable-deterministic-inference" not in backend.sglang_args:
         problems.append("--deterministic with SGLang needs --sglang-enable-deterministic-inference")

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 
 from relax_trio.config.eval_spec import eval_specs
-from relax_trio.config.parse import DEFAULT
+from relax_trio.config.parse import COMMAND_LINE
 from relax_trio.config.tree import Config, RolloutConfig
 from relax_trio.errors import ConfigError
 
@@ -96,8 +96,9 @@ def train_size_problems(config: Config, origins: Mapping[str, str]) -> list[str]
             f"--global-batch-size {batch} does not divide the {n_samples} samples of a step (--rollout-batch-size "
             f"{rollout.rollout_batch_size} x --n-samples-per-prompt {rollout.n_samples_per_prompt})"
         )
-    # The default is a ceiling for memory; only a size that somebody chose can contradict the batch they chose.
-    chosen = origins.get("micro_batch_size") != DEFAULT
+    # It is a ceiling for memory; only a size that is asked for here and now can contradict the batch. A run's own
+    # configuration file, from which it goes on, has the default in it as any other value.
+    chosen = origins.get("micro_batch_size") == COMMAND_LINE
     if batch is not None and chosen and train.micro_batch_size > batch:
         problems.append(
             f"--micro-batch-size {train.micro_batch_size} is above --global-batch-size {batch}: lower the first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,19 @@ def fraction(value: float) -> str | None:
 def log_room(value: int) -> str | None:
     """Check for the size of a log that is cut: its newest part must hold what an error shows."""
     return None if value >= 65536 else "must be 65536 or greater"
+
+
+def image_key_json(value: str | None) -> str | None:
+    """Check for the row key of images, written as users of the field's trainers write it (None passes)."""
+    wrong = """must be a JSON object such as {"image":"images"}: images are the only media that are served"""
+    if value is None:
+        return None
+    try:
+        keys = json.loads(value)
+    except ValueError:
+        return wrong
+    is_key = isinstance(keys, dict) and set(keys) == {"image"} and isinstance(keys["image"], str) and keys["image"]
+    return None if is_key else wrong
 
 
 def module_names(value: str) -> str | None:

@@ -80,7 +80,7 @@ class TrainConfig:
         False, "Weigh each token's KL in the loss by the ratio of new to old probability, as DeepSeek-V3.2 does."
     )
     ref_load: Path | None = option(
-        None, "Checkpoint directory of the reference model; default: --hf-checkpoint.", metavar="DIR"
+        None, "Checkpoint directory of the reference model, or demo; default: --hf-checkpoint.", metavar="DIR"
     )
     use_rollout_logprobs: bool | None = option(
         None,
@@ -92,10 +92,10 @@ class TrainConfig:
     tis_clip: float = option(2.0, "Upper bound of the ratio in --use-tis and --use-mis.", check=positive)
     tis_clip_low: float = option(0.0, "Lower bound of the ratio in --use-tis and --use-mis.", check=not_negative)
     use_opsm: bool = option(
-        False, "Off-policy sequence masking: leave out rows of negative advantage that the policy has left."
+        False, "Off-policy sequence masking: leave out Sessions of negative advantage that the policy has left."
     )
     opsm_delta: float = option(
-        1e-4, "Mean KL to the rollout above which --use-opsm leaves a row out.", unit="nats", check=not_negative
+        1e-4, "Mean KL to the rollout above which --use-opsm leaves a Session out.", unit="nats", check=not_negative
     )
     global_batch_size: int | None = option(
         None,

@@ -7,12 +7,22 @@ the file system or several sections (check.py).
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from attrs import Factory, field, frozen
 
 from relax_trio.config.backend_tree import BackendConfig
-from relax_trio.config.option import fraction, grace, log_room, module_names, not_negative, option, positive
+from relax_trio.config.option import (
+    fraction,
+    grace,
+    image_key_json,
+    log_room,
+    module_names,
+    not_negative,
+    option,
+    positive,
+)
 from relax_trio.config.train_tree import ESTIMATORS as ESTIMATORS
 from relax_trio.config.train_tree import RewardConfig as RewardConfig
 from relax_trio.config.train_tree import TrainConfig as TrainConfig
@@ -82,8 +92,19 @@ class DataConfig:
     input_key: str = option("input", "Row key of the prompt: a string or a message list.", metavar="KEY")
     label_key: str | None = option(None, "Row key of the label.", metavar="KEY")
     metadata_key: str = option("metadata", "Row key of the metadata object.", metavar="KEY")
+    multimodal_keys: str | None = option(
+        None,
+        "Row key of the images, as JSON; each image has one <image> in the prompt.",
+        metavar='{"image":KEY}',
+        check=image_key_json,
+    )
     rollout_shuffle: bool = option(False, "Shuffle the rows anew in each epoch.")
     rollout_seed: int = option(42, "Seed of the shuffle and of deterministic sampling.")
+
+    @property
+    def image_key(self) -> str | None:
+        """The row key in `multimodal_keys`."""
+        return None if self.multimodal_keys is None else str(json.loads(self.multimodal_keys)["image"])
 
 
 @frozen(kw_only=True)
@@ -147,6 +168,14 @@ class RolloutConfig:
         why="bounds how many weight versions one Session can span",
         check=positive,
     )
+    partial_rollout_pause: str = option(
+        "abort",
+        "What partial rollout does with attempts at a close: abort and resume them, or pause SGLang servers until the "
+        "next step, with attempts put back into their queues or held in place (where weights change, needs "
+        "--allow-stale-kv).",
+        why="works with every engine, and costs an engine that dies between steps no Session",
+        choices=("abort", "retract", "in_place"),
+    )
     agentic_abort_grace: float = option(
         10.0,
         "How long an aborted attempt may take to come back before it is given up.",
@@ -172,6 +201,11 @@ class RolloutConfig:
     def retains_groups(self) -> bool:
         """Whether unfinished and surplus Groups outlive the close of a step."""
         return self.partial_rollout or self.fully_async
+
+    @property
+    def pauses_attempts(self) -> bool:
+        """Whether the engine is paused at a close, where nothing else has to be generated until the next step."""
+        return self.partial_rollout and self.partial_rollout_pause != "abort"
 
     @property
     def n_work_groups(self) -> int:

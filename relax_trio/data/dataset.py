@@ -51,7 +51,12 @@ class Dataset:
 
 
 def load_dataset(
-    spec: str, *, input_key: str = "input", label_key: str | None = None, metadata_key: str = "metadata"
+    spec: str,
+    *,
+    input_key: str = "input",
+    label_key: str | None = None,
+    metadata_key: str = "metadata",
+    image_key: str | None = None,
 ) -> Dataset:
     """Read a dataset.
 
@@ -60,13 +65,20 @@ def load_dataset(
       input_key: row key of the prompt, a string or a message list; may be missing where there is metadata.
       label_key: row key of the label, which every row must then have.
       metadata_key: row key of the metadata object; may be missing.
+      image_key: row key of the images that prompts have placeholders for; may be missing in rows that have none.
 
     Raises:
       ConfigError: the file can't be read, no row is left, or a row is bad; names "FILE:LINE" (Parquet: "FILE:ROW",
         counted from 1).
     """
     parsed = parse_dataset_spec(spec)
-    keys = RowKeys(input_key=input_key, label_key=label_key, metadata_key=metadata_key)
+    keys = RowKeys(
+        input_key=input_key,
+        label_key=label_key,
+        metadata_key=metadata_key,
+        image_key=image_key,
+        directory=parsed.path.parent,
+    )
     try:
         raw_rows = _parquet_rows(parsed, keys) if _is_parquet(parsed.path) else _json_rows(parsed)
         rows = tuple(make_task(index, source, content, keys) for index, (source, content) in enumerate(raw_rows))
@@ -144,14 +156,15 @@ def _parquet_rows(spec: DatasetSpec, keys: RowKeys) -> Iterator[RawRow]:
 
 def _parquet_columns(path: Path, names: list[str], keys: RowKeys) -> list[str]:
     """The columns to read; a Parquet file says at once which it lacks."""
-    if keys.label_key is not None and keys.label_key not in names:
-        hint = did_you_mean(keys.label_key, names)
-        raise ConfigError(f"{path}: has no column {keys.label_key} for the label (columns: {', '.join(names)}){hint}")
+    for key, what in ((keys.label_key, "label"), (keys.image_key, "images")):
+        if key is not None and key not in names:
+            hint = did_you_mean(key, names)
+            raise ConfigError(f"{path}: has no column {key} for the {what} (columns: {', '.join(names)}){hint}")
     wanted = [key for key in (keys.input_key, keys.metadata_key) if key in names]
     if not wanted:
         hint = did_you_mean(keys.input_key, names)
         raise ConfigError(f"{path}: has no column {keys.input_key} for the prompt (columns: {', '.join(names)}){hint}")
-    return list(dict.fromkeys(wanted if keys.label_key is None else [*wanted, keys.label_key]))
+    return list(dict.fromkeys([*wanted, *filter(None, (keys.label_key, keys.image_key))]))
 
 
 def _without_null_prompt(content: JsonObject, keys: RowKeys) -> JsonObject:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from attrs import frozen
+from attrs import field, frozen
 
 from relax_trio.data.json import JsonObject, JsonValue, parse_json
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+
+_SHOWN_CHARS = 64
+"""A data: URL is megabytes."""
 
 
 @frozen
@@ -23,9 +27,9 @@ class TextPart:
 
 @frozen
 class ImagePart:
-    """An image inside a content list; `url` is a data:, http: or https: URL."""
+    """An image inside a content list; `url` is a data:, http: or https: URL, in a dataset's row a file: URL too."""
 
-    url: str
+    url: str = field(repr=lambda url: repr(url if len(url) <= _SHOWN_CHARS else f"{url[:_SHOWN_CHARS]}…"))
 
 
 Part: TypeAlias = TextPart | ImagePart
@@ -73,6 +77,13 @@ class Message:
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of its content, in order; those of an image's place between them are apart."""
+        if isinstance(self.content, tuple):
+            return tuple(part.text for part in self.content if isinstance(part, TextPart))
+        return () if self.content is None else (self.content,)
 
     def to_chat(self, *, arguments_as_objects: bool = False) -> JsonObject:
         """The Chat-Completions shape, as templates, dumps and explicit records use it; absent fields are left out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from attrs import frozen
 
@@ -10,6 +11,7 @@ from relax_trio.config.nearest import did_you_mean
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.messages import Message
 from relax_trio.data.normalize import normalize_messages
+from relax_trio.data.row_images import image_urls, place_images
 from relax_trio.data.task import TaskInput
 from relax_trio.errors import ConfigError, InvalidRequest
 
@@ -18,11 +20,19 @@ _MAX_DEPTH = 100
 
 @frozen(kw_only=True)
 class RowKeys:
-    """Under which keys a row holds its parts; `label_key` None: rows have no label."""
+    """Under which keys a row holds its parts.
+
+    Attributes:
+      label_key: None: rows have no label.
+      image_key: of the images that the prompt has placeholders for; None: a prompt is taken as it is.
+      directory: where the dataset's file is, for paths of images.
+    """
 
     input_key: str
     label_key: str | None
     metadata_key: str
+    image_key: str | None = None
+    directory: Path = Path()
 
 
 def make_task(row: int, source: str, content: JsonValue, keys: RowKeys) -> TaskInput:
@@ -42,11 +52,15 @@ def make_task(row: int, source: str, content: JsonValue, keys: RowKeys) -> TaskI
     prompt = content.get(keys.input_key)
     if prompt is None and not metadata:
         raise ConfigError(f"{source}: has no {keys.input_key}{_hint(keys.input_key, content)}")
+    messages = () if prompt is None else _messages(source, prompt, keys.input_key)
+    if keys.image_key is not None:
+        urls = image_urls(source, keys.image_key, content.get(keys.image_key), keys.directory)
+        messages = place_images(source, keys.input_key, messages, keys.image_key, urls)
     return TaskInput(
         row=row,
         source=source,
         prompt=prompt,
-        messages=() if prompt is None else _messages(source, prompt, keys.input_key),
+        messages=messages,
         label=_label(source, content, keys),
         metadata=metadata,
     )

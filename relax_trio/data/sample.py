@@ -7,6 +7,7 @@ from enum import Enum
 
 from attrs import define, field, frozen
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.messages import Message
 from relax_trio.data.record import Reward
@@ -44,6 +45,7 @@ class Context:
       turn_starts: where each turn's tokens begin, counted from the end of the prompt.
       turn_nodes: response node of each assistant turn, in order; two contexts that name one share its tokens.
       versions: spans over the generated tokens, in order; their lengths sum to the generated tokens.
+      images: what stands for the placeholders among `tokens`, in order.
       status: truncated when the lineage ends in an observation or in a turn cut by its limit.
     """
 
@@ -61,6 +63,7 @@ class Context:
     metadata: JsonObject
     reward: Reward = None
     turn_nodes: tuple[NodeId, ...] = ()
+    images: tuple[EncodedImage, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         response_len = len(self.tokens) - self.prompt_len
@@ -97,6 +100,7 @@ class Sample:
       row: dataset row.
       messages: canonical messages of the context.
       turn_lens, turn_starts: generated tokens of each assistant turn, and where they begin behind the prompt.
+      images: what stands for the placeholders among `tokens`, in order.
       advantage: base credit of the row, or one number for each assistant turn, set by credit.
     """
 
@@ -123,3 +127,4 @@ class Sample:
     turn_starts: tuple[int, ...]
     advantage: float | tuple[float, ...] | None = None
     output_metadata: JsonObject = field(factory=dict)
+    images: tuple[EncodedImage, ...] = ()

@@ -94,6 +94,7 @@ def _context(
         name=name,
         node_id=node.id,
         messages=forest.messages(node),
+        images=forest.images(node),
         tokens=joined.tokens,
         prompt_len=joined.prompt_len,
         loss_mask=joined.loss_mask,
@@ -109,7 +110,7 @@ def _context(
 
 
 def _leaf_name(forest: SessionForest, leaf: Node) -> str:
-    first = next((m.content for m in forest.messages(leaf) if m.role == "user"), None)
+    first = next((" ".join(m.texts) for m in forest.messages(leaf) if m.role == "user"), None)
     last = leaf.messages[0]
     said = str(last.content or ", ".join(f"call {call.name}" for call in last.tool_calls) or "")
     return f"node {leaf.id} ({leaf.n_messages} messages, from {str(first)[:30]!r} to {said[:30]!r})"

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from attrs import evolve, frozen
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.json import JsonObject
 from relax_trio.data.messages import Message
 from relax_trio.data.request import FinishReason
@@ -179,6 +180,7 @@ class SessionForest:
         versions: tuple[VersionSpan, ...],
         finish: FinishReason,
         stop_string: str | None = None,
+        images: tuple[EncodedImage, ...] = (),
     ) -> Node:
         """Record one turn: the observation that was sent (unless it is known) and the response that came back.
 
@@ -191,6 +193,7 @@ class SessionForest:
           message: the canonical assistant message parsed from `token_ids`.
           token_ids, logprobs: `array('i')`, `array('d')`, what the engine returned, C each.
           versions: spans over the C tokens.
+          images: of `match.new_messages`, in order; ignored where `match.observation` is set.
 
         Raises:
           EngineFault: lengths disagree, a logprob is not finite, or `message` is not the assistant's.
@@ -201,7 +204,7 @@ class SessionForest:
         if known is not None and known.kind == "response":
             known.n_equal += 1
             return known
-        observation = self._observation(match, observation_ids)
+        observation = self._observation(match, observation_ids, images)
         node = self._add(
             Node(
                 id=NodeId(len(self._nodes)),
@@ -249,6 +252,10 @@ class SessionForest:
         ids.frombytes(b"".join([step.token_ids for step in self.lineage(node)]))
         return ids
 
+    def images(self, node: Node) -> tuple[EncodedImage, ...]:
+        """Images of the lineage: what stands for the placeholders among its tokens, in order."""
+        return tuple(image for step in self.lineage(node) for image in step.images)
+
     def messages(self, node: Node) -> tuple[Message, ...]:
         """Canonical messages of the lineage."""
         return tuple(message for step in self.lineage(node) for message in step.messages)
@@ -285,7 +292,7 @@ class SessionForest:
         request = self._index.recognize(self._root, tree.state, messages)
         return self._index.longest(request, self._unechoed), request
 
-    def _observation(self, match: Match, observation_ids: array[int]) -> Node:
+    def _observation(self, match: Match, observation_ids: array[int], images: tuple[EncodedImage, ...]) -> Node:
         if match.observation is not None:
             return match.observation
         state, states = match.state, match.new_states
@@ -309,6 +316,7 @@ class SessionForest:
                 logprobs=array("d"),
                 state=state,
                 prefill=match.prefill,
+                images=images,
                 prefix_len=match.parent.total_len,
                 n_messages=match.parent.n_messages + len(match.new_messages),
                 delivered=True,

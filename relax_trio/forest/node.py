@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from attrs import define, field, frozen
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.json import JsonObject
 from relax_trio.data.messages import Message
 from relax_trio.data.request import FinishReason
@@ -56,6 +57,7 @@ class Node:
       delivered: responses: the client has it (its last byte went out, or a later request built on it).
       n_equal: responses: later generations that came out equal and were counted instead of stored.
       restored: responses: some client sent it back without its reasoning.
+      images: observations: what stands for its placeholders, in order.
       prefill: observations: text behind the generation prompt with which the client began the response.
     """
 
@@ -76,6 +78,7 @@ class Node:
     n_equal: int = 0
     restored: bool = False
     prefill: str = ""
+    images: tuple[EncodedImage, ...] = ()
     children: list[Node] = field(factory=list, repr=False)
 
     @property

@@ -105,7 +105,10 @@ class Evidence:
         template = self.config.output.save_debug_rollout_data
         if template is None:
             return
-        facts = [session_facts(report, result.samples) for group in result.groups for report in group.reports]
+        key = self.config.reward.reward_key
+        facts = [
+            session_facts(report, result.samples, reward_key=key) for group in result.groups for report in group.reports
+        ]
         with boundary(RunFailed, f"samples of step {result.rollout_id} can't be written", OSError):
             await self.cpu.run(partial(write_rollout_dump, template, result.rollout_id, result.samples, sessions=facts))
 

@@ -58,9 +58,10 @@ class OverlapLoop(TrainLoop):
             "perf/train_time": train_s - waited_s,
             "perf/train_wait_time": waited_s,
             "perf/step_time": train_s,
-            "perf/update_weights_time": self.update_s,
+            **self.times_before,
         }
         self.evidence.step(result, phase.metrics, times)
+        self.save_s = None
         await self.evidence.dump(result)
         started_s = trio.current_time()
         await overlap.change_weights(self._update_weights)

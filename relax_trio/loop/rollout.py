@@ -29,6 +29,7 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
     setup.seed_globals(config.train.seed)
     n_steps = setup.n_rollout_steps(config, data.rows)
     cpu = ThreadCpuPool(setup.n_cores())
+    scorer = setup.make_scorer(config, cpu)
     codec = setup.load_codec(config, checkpoint)
     evidence = Evidence.open(config, run_dir, cpu, 0)
     n_done = 0
@@ -40,7 +41,7 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
             config=config.rollout,
             limits=setup.train_limits(config, engine.shared.backend.max_context_len),
             rows=setup.make_rows(config, data.rows, None),
-            scorer=setup.make_scorer(config, cpu),
+            scorer=scorer,
             assigns_credit=False,
             heartbeat_s=config.output.stall_warning,
             n_steps=n_steps,
@@ -50,7 +51,7 @@ async def rollout(config: Config, data: RunData, checkpoint: Path, run_dir: Path
         with stop.work():
             async with work.open():
                 for rollout_id in range(n_steps):
-                    result = await work.run_step(rollout_id)
+                    result = await work.run_step(rollout_id, may_pause=True)
                     await evidence.dump(result)
                     evidence.step(result, {}, {"perf/rollout_time": result.seconds})
                     n_done = rollout_id + 1

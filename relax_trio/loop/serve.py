@@ -47,7 +47,7 @@ async def serve(
     Cancellation: leaves; the forest is not written.
     """
     cpu = ThreadCpuPool(setup.n_cores())
-    codec = setup.load_codec(config, checkpoint)
+    codec = setup.load_codec(config, checkpoint, scripted=answers is not None)
     with tempfile.TemporaryDirectory(prefix="relax-trio-serve-") as scratch:
         if answers is None:
             opening = servers.open_run_engine(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +16,14 @@ from relax_trio.backend.admission import Admission, AdmissionOptions
 from relax_trio.backend.base import Backend
 from relax_trio.backend.checkpoint import require_config
 from relax_trio.backend.sglang.backend import SGLangBackend, SGLangOptions
+from relax_trio.backend.sglang.client import PauseMode
 from relax_trio.backend.sglang.exchange import Recipe
-from relax_trio.backend.sglang.external import ExternalServer, ExternalServers, RouterServers
+from relax_trio.backend.sglang.external import ExternalServer, ExternalServers
 from relax_trio.backend.sglang.keeper import Keeper
 from relax_trio.backend.sglang.owned import OwnedServer, OwnedServers
 from relax_trio.backend.sglang.readings import follow_servers
+from relax_trio.backend.sglang.router import RouterServers
+from relax_trio.backend.sglang.transfer import Transfer
 from relax_trio.config.backend_tree import BackendConfig
 from relax_trio.config.tree import Config
 from relax_trio.data.json import JsonValue
@@ -35,7 +39,12 @@ from relax_trio.tokens.codec import ChatCodec
 SNAPSHOTS_DIR = "weights"
 LOGS_DIR = "servers"
 
+LONGEST_PAUSE_S = 3 * 24 * 3600
+"""How long a server of the run may hold attempts in place, thrice over."""
+
+_PAUSES: dict[str, PauseMode] = {"retract": "retract", "in_place": "in_place"}
 _RECIPES: dict[str, Recipe] = {r: r for r in ("auto", "drain", "abort", "retract", "in_place")}
+_TRANSFERS: dict[str, Transfer] = {t: t for t in ("disk", "tensor", "distributed")}
 _TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size")
 _PIPELINE_PARALLEL = ("--pp-size", "--pp", "--pipeline-parallel-size")
 _DATA_PARALLEL = ("--dp-size", "--dp", "--data-parallel-size")
@@ -50,18 +59,22 @@ def open_run_engine(
     cpu: CpuPool,
     run_dir: Path,
     servers_dir: Path | None = None,
+    adapter: Path | None = None,
     stop: Stop,
 ) -> AbstractAsyncContextManager[Engine]:
     """An engine over what `--rollout-backend` says.
 
     Args:
       servers_dir: gets logs and weights of the run's own servers; None: `run_dir`.
+      adapter: directory of the adapter on top of `checkpoint`, where SGLang servers are given it by itself.
 
     Raises:
       ConfigError: as `make_backend`.
     """
     warden = Warden()
-    backend = make_backend(config, checkpoint, codec, version, warden=warden, run_dir=servers_dir or run_dir)
+    backend = make_backend(
+        config, checkpoint, codec, version, warden=warden, run_dir=servers_dir or run_dir, adapter=adapter
+    )
     return open_engine(
         config,
         backend=backend,
@@ -75,7 +88,14 @@ def open_run_engine(
 
 
 def make_backend(
-    config: Config, checkpoint: Path, codec: ChatCodec, version: WeightVersion, *, warden: Warden, run_dir: Path
+    config: Config,
+    checkpoint: Path,
+    codec: ChatCodec,
+    version: WeightVersion,
+    *,
+    warden: Warden,
+    run_dir: Path,
+    adapter: Path | None = None,
 ) -> Backend:
     """What `--rollout-backend` says, not started yet.
 
@@ -83,12 +103,19 @@ def make_backend(
       ConfigError: it can't be run with this checkpoint.
     """
     if config.backend.rollout_backend == "sglang":
-        return make_sglang_backend(config, checkpoint, codec, version, warden=warden, run_dir=run_dir)
+        return make_sglang_backend(config, checkpoint, codec, version, warden=warden, run_dir=run_dir, adapter=adapter)
     return setup.make_backend(config, checkpoint, codec, version)
 
 
 def make_sglang_backend(
-    config: Config, checkpoint: Path, codec: ChatCodec, version: WeightVersion, *, warden: Warden, run_dir: Path
+    config: Config,
+    checkpoint: Path,
+    codec: ChatCodec,
+    version: WeightVersion,
+    *,
+    warden: Warden,
+    run_dir: Path,
+    adapter: Path | None = None,
 ) -> SGLangBackend:
     """The backend, not started yet.
 
@@ -110,16 +137,28 @@ def make_sglang_backend(
         routing="session" if backend.sglang_routing == "session" else "least_loaded",
         session_lifecycle=backend.agentic_session_lifecycle,
         recipe=_RECIPES[backend.sglang_update_recipe],
-        transfer="tensor" if backend.sglang_weight_transfer == "tensor" else "disk",
+        transfer=_TRANSFERS[backend.sglang_weight_transfer],
+        adapter_rank=config.train.lora_rank if backend.sglang_lora_transfer == "adapter" else None,
+        pause=_PAUSES[config.rollout.partial_rollout_pause] if config.rollout.pauses_attempts else None,
+        lends_memory=backend.colocate,
+        pads=codec.vision.pads,
     )
     return SGLangBackend(
         checkpoint,
         version,
         snapshot_dir=run_dir / SNAPSHOTS_DIR,
-        keepers=_keepers(backend, warden, run_dir),
+        keepers=_keepers(config, warden, run_dir),
         options=options,
         decode=codec.decode,
+        adapter=adapter,
     )
+
+
+def lend_memory(config: Config, backend: Backend) -> Callable[[], AbstractAsyncContextManager[None]]:
+    """Opens a block in which the trainer has the servers' GPU memory, where `--colocate` asks for it."""
+    if config.backend.colocate and isinstance(backend, SGLangBackend):
+        return backend.lend_memory
+    return nullcontext
 
 
 def make_admission(config: Config, backend: Backend) -> Admission | None:
@@ -139,7 +178,8 @@ def make_admission(config: Config, backend: Backend) -> Admission | None:
     )
 
 
-def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keeper]:
+def _keepers(whole: Config, warden: Warden, run_dir: Path) -> list[Keeper]:
+    config = whole.backend
     external = ExternalServers(
         start_timeout_s=config.sglang_start_timeout,
         health_timeout_s=config.engine_health_timeout,
@@ -149,12 +189,14 @@ def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keepe
         return [RouterServers(external, f"http://{config.sglang_router_ip}:{config.sglang_router_port}")]
     if config.sglang_server:
         return [ExternalServer(external, url) for url in config.sglang_server]
+    gpus = share_out(config, torch.cuda.device_count())
+    require_apart(config, gpus, torch.cuda.device_count())
     owned = OwnedServers(
         warden=warden,
         python=config.sglang_python or sys.executable,
-        args=config.sglang_args + _metrics_flag(config),
+        args=config.sglang_args + extra_flags(whole),
         log_dir=run_dir / LOGS_DIR,
-        gpus=share_out(config, torch.cuda.device_count()),
+        gpus=gpus,
         max_restarts=config.sglang_max_restarts,
         start_timeout_s=config.sglang_start_timeout,
         health_timeout_s=config.engine_health_timeout,
@@ -163,10 +205,25 @@ def _keepers(config: BackendConfig, warden: Warden, run_dir: Path) -> list[Keepe
     return [OwnedServer(owned, index) for index in range(config.sglang_num_servers)]
 
 
-def _metrics_flag(config: BackendConfig) -> tuple[str, ...]:
-    """Admission reads the metrics of servers, which they have only where they are asked for."""
-    wanted = config.agentic_program_admission and "--enable-metrics" not in config.sglang_args
-    return ("--enable-metrics",) if wanted else ()
+def extra_flags(config: Config) -> tuple[str, ...]:
+    """Flags that servers of the run need for what is asked of them, but for those that the user gave."""
+    backend, lora_rank = config.backend, config.train.lora_rank
+    wanted: list[tuple[str, ...]] = []
+    if backend.agentic_program_admission:
+        wanted.append(("--enable-metrics",))
+    if backend.colocate:
+        wanted.append(("--enable-memory-saver",))
+    if config.rollout.pauses_attempts and config.rollout.partial_rollout_pause == "in_place":
+        wanted.append(("--watchdog-timeout", str(LONGEST_PAUSE_S)))  # which a batch that is held would set off
+    if backend.sglang_lora_transfer == "adapter" and lora_rank is not None:
+        targets = config.train.lora_target_modules
+        modules = ("all",) if targets == ("all-linear",) else targets
+        # One adapter and none at all: requests of nobody, as for health, name none.
+        wanted += [("--enable-lora",), ("--max-lora-rank", str(lora_rank)), ("--max-loras-per-batch", "2")]
+        wanted.append(("--lora-target-modules", *modules))
+        if ("--device", "cpu") in pairwise(backend.sglang_args):
+            wanted.append(("--lora-backend", "torch_native"))
+    return tuple(word for flag in wanted if flag[0] not in backend.sglang_args for word in flag)
 
 
 def share_out(config: BackendConfig, n_gpus: int) -> tuple[str, ...]:
@@ -194,6 +251,29 @@ def share_out(config: BackendConfig, n_gpus: int) -> tuple[str, ...]:
     if config.sglang_gpus:
         n_each = len(gpus) // n_servers
     return tuple(",".join(map(str, gpus[i * n_each : (i + 1) * n_each])) for i in range(n_servers))
+
+
+def require_apart(config: BackendConfig, gpus: tuple[str, ...], n_gpus: int) -> None:
+    """Refuse a broadcast of weights between two processes on one GPU, which NCCL can't do.
+
+    Args:
+      gpus: from `share_out`.
+      n_gpus: GPUs that this process sees; it broadcasts from the first of them.
+
+    Raises:
+      ConfigError: a server has that one, too.
+    """
+    if (
+        config.sglang_weight_transfer != "distributed"
+        or not n_gpus
+        or ("--device", "cpu") in pairwise(config.sglang_args)
+    ):
+        return
+    if not gpus or "0" in {gpu for shares in gpus for gpu in shares.split(",")}:
+        raise ConfigError(
+            "--sglang-weight-transfer distributed: a server has GPU 0, which weights are broadcast from, and NCCL "
+            "joins no two processes on one GPU; give servers others with --sglang-gpus, or use disk or tensor"
+        )
 
 
 def _size(words: tuple[str, ...], names: tuple[str, ...]) -> int:

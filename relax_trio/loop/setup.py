@@ -7,10 +7,11 @@ import os
 import random
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import numpy
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from relax_trio.backend.embedded.backend import EmbeddedBackend, EmbeddedOptions
 from relax_trio.backend.embedded.model import ModelInfo
@@ -31,6 +32,7 @@ from relax_trio.runtime.work import Work
 from relax_trio.sync.cpu import CpuPool
 from relax_trio.tokens.codec import ChatCodec
 from relax_trio.tokens.probe import probe_template
+from relax_trio.tokens.vision import NoVision
 from relax_trio.train.checkpoint import find_latest, load_state
 
 
@@ -115,8 +117,19 @@ def make_save_dir(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
 
 
-def load_codec(config: Config, checkpoint: Path) -> ChatCodec:
-    """Tokenizer, template and parsers of `checkpoint`.
+_EMBEDDED_READS_TEXT: Final = NoVision(
+    "the embedded engine serves text only; serve a vision-language checkpoint with --rollout-backend sglang"
+)
+
+
+def load_codec(config: Config, checkpoint: Path, *, scripted: bool = False) -> ChatCodec:
+    """Tokenizer, template, parsers and image processor of `checkpoint`.
+
+    Args:
+      scripted: answers come from a script, whatever engine the configuration names.
+
+    Raises:
+      ConfigError: as `ChatCodec.load`; or the dataset holds images, and none can be served.
 
     A template that rewrites earlier turns is told as event `template.warned`, with the kinds of turn it does it to.
     """
@@ -124,6 +137,10 @@ def load_codec(config: Config, checkpoint: Path) -> ChatCodec:
     codec = ChatCodec.load(
         checkpoint, reasoning_parser=rollout.agentic_reasoning_parser, tool_call_parser=rollout.agentic_tool_call_parser
     )
+    if config.backend.rollout_backend == "embedded" and not scripted and codec.vision.pads is not None:
+        codec = evolve(codec, vision=_EMBEDDED_READS_TEXT)
+    if config.data.image_key is not None and isinstance(codec.vision, NoVision):
+        raise ConfigError(f"--multimodal-keys: the dataset holds images, but {codec.vision.why}")
     rewriting = probe_template(codec.observations).rewriting_text
     if rewriting:
         emit("template.warned", rewrites=rewriting, finding=f"relax-trio template {checkpoint}")
@@ -172,7 +189,11 @@ def _train_dataset(config: Config) -> Dataset:
     data = config.data
     assert data.prompt_data is not None, "checked before"
     return load_dataset(
-        data.prompt_data, input_key=data.input_key, label_key=data.label_key, metadata_key=data.metadata_key
+        data.prompt_data,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        metadata_key=data.metadata_key,
+        image_key=data.image_key,
     )
 
 
@@ -195,7 +216,11 @@ def _eval_datasets(config: Config) -> tuple[EvalDataset, ...]:
         EvalDataset(
             name=spec.name,
             tasks=load_dataset(
-                spec.path, input_key=spec.input_key, label_key=spec.label_key, metadata_key=config.data.metadata_key
+                spec.path,
+                input_key=spec.input_key,
+                label_key=spec.label_key,
+                metadata_key=config.data.metadata_key,
+                image_key=config.data.image_key,
             ).rows,
             n_samples=spec.n_samples,
             concurrency=spec.concurrency,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import trio
@@ -18,6 +20,7 @@ from relax_trio.loop.start import collect_garbage
 from relax_trio.runtime.evaluate import EvalDataset, Evaluation
 from relax_trio.runtime.ledger import Partition
 from relax_trio.runtime.shared import Shared, TurnLimits
+from relax_trio.runtime.step import StepResult
 from relax_trio.runtime.work import Work
 from relax_trio.sync.cleanup import MAX_CLEANUP_S, cleanup_scope
 from relax_trio.train.base import Trainer
@@ -30,7 +33,9 @@ class TrainLoop:
     Attributes:
       n_steps: steps of the whole run.
       states: what a checkpoint of each weight version must remember; at most two are kept.
+      lend_memory: opens a block in which the engine's GPU memory is the trainer's.
       update_s: seconds of handing over the weights that the coming step runs on.
+      save_s: seconds of writing their checkpoint; None where there was none.
     """
 
     config: Config
@@ -43,10 +48,12 @@ class TrainLoop:
     first_step: int
     n_steps: int
     save_dir: Path
+    lend_memory: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     states: dict[WeightVersion, JsonObject] = field(factory=dict)
     saved: WeightVersion | None = None
     checkpoint: Path | None = None
     update_s: float = 0.0
+    save_s: float | None = None
 
     async def run(self) -> None:
         """Run the steps that are left.
@@ -66,8 +73,10 @@ class TrainLoop:
         """Write a checkpoint of the last complete step, unless it is written already."""
         version = self.trainer.weight_version
         if version != self.saved:
+            started_s = trio.current_time()
             self.checkpoint = await self.trainer.save(self.save_dir, self.states[version])
             self.saved = version
+            self.save_s = trio.current_time() - started_s
 
     async def save_after_failure(self) -> None:
         """Save for a service that died, a bug, a full disk: what was trained is worth a checkpoint all the same.
@@ -83,9 +92,15 @@ class TrainLoop:
                 emit("checkpoint.failed", error=str(exc))
 
     async def _run_step(self, rollout_id: int) -> None:
-        result = await self.work.run_step(rollout_id)
+        # What is paused would go on with what an evaluation generates.
+        result = await self.work.run_step(rollout_id, may_pause=not self._due_datasets(rollout_id + 1))
         await self.evidence.dump(result)
         self.remember(rollout_id + 1)
+        async with self.lend_memory():
+            await self._train_step(rollout_id, result)
+
+    async def _train_step(self, rollout_id: int, result: StepResult) -> None:
+        """The optimizer phase, and the hand-over of its weights, with which the engine has its memory again."""
         started_s = trio.current_time()
         train_metrics = await self.trainer.step(rollout_id, result.samples)
         train_s = trio.current_time() - started_s
@@ -94,12 +109,18 @@ class TrainLoop:
             "perf/rollout_time": result.seconds,
             "perf/train_time": train_s,
             "perf/step_time": result.seconds + train_s,
-            "perf/update_weights_time": self.update_s,
+            **self.times_before,
         }
         self.evidence.step(result, train_metrics, times)
-        started_s = trio.current_time()
+        self.save_s, started_s = None, trio.current_time()
         await self.shared.backend.update_weights(self.trainer.weight_version, self.trainer.weights())
         self.update_s = trio.current_time() - started_s
+
+    @property
+    def times_before(self) -> dict[str, float]:
+        """What lay between the step before and this one, in seconds."""
+        saved = {} if self.save_s is None else {"perf/save_time": self.save_s}
+        return {"perf/update_weights_time": self.update_s, **saved}
 
     def remember(self, n_done: int, trained: Partition | None = None) -> None:
         """Note what the checkpoint of the coming version needs, before the phase that makes it has ended."""
@@ -117,12 +138,7 @@ class TrainLoop:
 
     async def evaluate_if_due(self, n_done: int) -> None:
         """Evaluate before the first step, at the interval and at the end, unless a resumed run has done it."""
-        interval = self.config.eval.eval_interval
-        if interval is None or (n_done % interval and n_done != self.n_steps):
-            return
-        for dataset in self.datasets:
-            if self.evidence.has_evaluation(n_done, dataset.name):
-                continue
+        for dataset in self._due_datasets(n_done):
             evaluation = Evaluation(
                 dataset=dataset,
                 shared=self.shared,
@@ -133,3 +149,10 @@ class TrainLoop:
                 heartbeat_s=self.config.output.stall_warning,
             )
             self.evidence.evaluation(n_done, await evaluation.run())
+
+    def _due_datasets(self, n_done: int) -> list[EvalDataset]:
+        """What is to be evaluated after `n_done` steps."""
+        interval = self.config.eval.eval_interval
+        if interval is None or (n_done % interval and n_done != self.n_steps):
+            return []
+        return [dataset for dataset in self.datasets if not self.evidence.has_evaluation(n_done, dataset.name)]

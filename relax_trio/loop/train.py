@@ -21,11 +21,13 @@ from relax_trio.loop.start import tell_operator
 from relax_trio.loop.steps import TrainLoop
 from relax_trio.observe.rundir import CHECKPOINTS_DIR
 from relax_trio.observe.writers import open_writers
+from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.engine import Engine
 from relax_trio.runtime.stop import Stop
 from relax_trio.runtime.work import Work
-from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
+from relax_trio.sync.cpu import ThreadCpuPool
 from relax_trio.train.base import Trainer
+from relax_trio.train.lora import ADAPTER_DIR
 from relax_trio.train.processes import open_process_trainer
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.trainer import open_trainer
@@ -69,18 +71,25 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
     source = checkpoint if resume is None else resume.checkpoint
     version = WeightVersion("0") if resume is None else resume.weight_version
     cpu = ThreadCpuPool(setup.n_cores())
+    scorer = setup.make_scorer(config, cpu)
     codec = setup.load_codec(config, source)
     settings = TrainerSettings.of_config(config, n_steps)
     go_on = None if resume is None else resume.checkpoint
+    served, adapter = source, None
+    if config.backend.sglang_lora_transfer == "adapter":
+        # The checkpoint that a run goes on from has its adapter merged; servers keep what is under it.
+        served, adapter = checkpoint, None if go_on is None else go_on / ADAPTER_DIR
     own = None if config.train.trainer_processes else await open_trainer(settings, checkpoint, resume=go_on)
     first_step = 0 if resume is None else resume.rollout_id
     async with (
         open_writers(config, run_dir, first_step, cpu) as writers,
-        servers.open_run_engine(config, source, codec, version, cpu=cpu, run_dir=run_dir, stop=stop) as engine,
+        servers.open_run_engine(
+            config, served, codec, version, cpu=cpu, run_dir=run_dir, adapter=adapter, stop=stop
+        ) as engine,
         nullcontext(own) if own else _processes(config, settings, checkpoint, go_on, engine, run_dir) as trainer,
     ):
         evidence = Evidence.open(config, run_dir, cpu, first_step, writers)
-        loop = _make_loop(config, engine, trainer, data, resume, n_steps, cpu, evidence)
+        loop = _make_loop(config, engine, trainer, data, resume, n_steps, scorer, evidence)
         tell_operator(engine)
         try:
             with stop.work():
@@ -121,7 +130,7 @@ def _make_loop(
     data: RunData,
     resume: Resume | None,
     n_steps: int,
-    cpu: CpuPool,
+    scorer: RewardScorer,
     evidence: Evidence,
 ) -> TrainLoop:
     model_len = engine.shared.backend.max_context_len
@@ -132,7 +141,7 @@ def _make_loop(
         config=config.rollout,
         limits=setup.train_limits(config, model_len),
         rows=rows,
-        scorer=setup.make_scorer(config, cpu),
+        scorer=scorer,
         next_group=0 if resume is None else resume.next_group,
         row_failures=Counter({} if resume is None else resume.row_failures),
         heartbeat_s=config.output.stall_warning,
@@ -152,4 +161,5 @@ def _make_loop(
         first_step=first_step,
         n_steps=n_steps,
         save_dir=config.train.save or evidence.run_dir / CHECKPOINTS_DIR,
+        lend_memory=servers.lend_memory(config, engine.shared.backend),
     )

@@ -8,8 +8,9 @@ sample_json.py for their fields. A row belongs to the Session with the same `pla
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +20,25 @@ from relax_trio.data.json import JsonObject, JsonValue, parse_json
 from relax_trio.data.sample import Sample, VersionSpan
 from relax_trio.errors import ConfigError, EngineFault, RunFailed, boundary
 from relax_trio.ids import PlaceId, WeightVersion
+from relax_trio.observe.metrics import row_numbers
 from relax_trio.observe.sample_json import sample_from_json, sample_to_json
 from relax_trio.runtime.outcome import SessionReport
 
 FORMAT = 1
 _FIELD = "{rollout_id}"
+
+
+@frozen(kw_only=True)
+class ContextFacts:
+    """What a dump tells of one exported context beside its row, so that a row that was changed since shows.
+
+    Attributes:
+      name: of the export; None for the implicit one.
+      numbers: see `metrics.row_numbers`; those that are not finite are left out.
+    """
+
+    name: str | None
+    numbers: Mapping[str, float]
 
 
 @frozen(kw_only=True)
@@ -37,9 +52,10 @@ class SessionFacts:
       seconds: from start to end, on the run's clock.
       state_hashes: hexadecimal state hash of every node of its SessionForest, in order of commit.
       requests: its model requests with their timing and attempts, in order of arrival.
-      abort_count: attempts that were aborted.
+      abort_count: attempts that were aborted, and pauses that others came through.
       weight_versions: spans of the exported rows, in order.
       error: why it failed, None when it did not.
+      contexts: of each of its rows, in order; None in dumps that don't tell.
     """
 
     place: PlaceId
@@ -51,6 +67,7 @@ class SessionFacts:
     abort_count: int
     weight_versions: tuple[VersionSpan, ...]
     error: str | None = None
+    contexts: tuple[ContextFacts, ...] | None = None
 
 
 @frozen(kw_only=True)
@@ -83,9 +100,18 @@ def dump_path(path_template: str, rollout_id: int, *, evaluation: bool = False) 
 
 
 def session_facts(
-    report: SessionReport, samples: Iterable[Sample], *, status: str = "completed", error: str | None = None
+    report: SessionReport,
+    samples: Iterable[Sample],
+    *,
+    status: str = "completed",
+    error: str | None = None,
+    reward_key: str | None = None,
 ) -> SessionFacts:
-    """Make the facts of a Session from what the runtime remembers of it and from its rows (others are passed over)."""
+    """Make the facts of a Session from what the runtime remembers of it and from its rows (others are passed over).
+
+    Raises:
+      CreditError: a reward object that `reward_key` doesn't open.
+    """
     own = [sample for sample in samples if sample.place == report.place]
     attempts = [
         attempt for request in report.requests for attempt in cast("list[JsonObject]", request.get("attempts", []))
@@ -97,10 +123,16 @@ def session_facts(
         seconds=report.seconds,
         state_hashes=report.state_hashes,
         requests=report.requests,
-        abort_count=sum(attempt.get("finish") == "abort" for attempt in attempts),
+        abort_count=sum((attempt.get("finish") == "abort") + _n_pauses(attempt) for attempt in attempts),
         weight_versions=tuple(span for sample in own for span in sample.weight_versions),
         error=error,
+        contexts=tuple(ContextFacts(name=row.name, numbers=_finite_numbers(row, reward_key)) for row in own),
     )
+
+
+def _n_pauses(attempt: JsonObject) -> int:
+    found = attempt.get("n_pauses", 0)
+    return found if isinstance(found, int) else 0
 
 
 def write_rollout_dump(
@@ -200,6 +232,11 @@ def _checked_head(record: JsonObject) -> JsonObject:
     return record
 
 
+def _finite_numbers(row: Sample, reward_key: str | None) -> dict[str, float]:
+    numbers = row_numbers(row, reward_key=reward_key)
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
 def _session_to_json(session: SessionFacts) -> JsonObject:
     versions: list[JsonValue] = [{"version": s.version, "n_tokens": s.n_tokens} for s in session.weight_versions]
     return {
@@ -210,12 +247,18 @@ def _session_to_json(session: SessionFacts) -> JsonObject:
         "seconds": session.seconds,
         "abort_count": session.abort_count,
         "weight_versions": versions,
+        "contexts": None if session.contexts is None else [_context_to_json(c) for c in session.contexts],
         "state_hashes": list(session.state_hashes),
         "requests": list(session.requests),
     }
 
 
+def _context_to_json(context: ContextFacts) -> JsonObject:
+    return {"name": context.name, "numbers": dict(context.numbers)}
+
+
 def _session_from_json(value: dict[str, Any]) -> SessionFacts:
+    contexts = value.get("contexts")
     return SessionFacts(
         place=PlaceId(value["place"]),
         status=value["status"],
@@ -229,4 +272,7 @@ def _session_from_json(value: dict[str, Any]) -> SessionFacts:
             for span in value["weight_versions"]
         ),
         error=value["error"],
+        contexts=None
+        if contexts is None
+        else tuple(ContextFacts(name=context["name"], numbers=dict(context["numbers"])) for context in contexts),
     )

@@ -60,6 +60,27 @@ def rollout_metrics(samples: Sequence[Sample], *, reward_key: str | None) -> dic
     return out
 
 
+def row_numbers(sample: Sample, *, reward_key: str | None) -> dict[str, float]:
+    """The numbers of one row that credit, packing and the step's metrics are made of.
+
+    Raises:
+      CreditError: a reward object that `reward_key` doesn't open.
+    """
+    helpers = numeric_fields(sample.reward) if isinstance(sample.reward, dict) else {}
+    return {
+        "index": sample.index,
+        **({} if sample.reward is None else {"reward": primary_reward(sample, reward_key)}),
+        **{f"reward/{name}": value for name, value in helpers.items()},
+        **{f"metadata/{name}": value for name, value in numeric_fields(sample.output_metadata).items()},
+        "is_truncated": int(sample.status == "truncated"),
+        "turns": len(sample.turn_lens),
+        "generated_len": sum(sample.turn_lens),
+        "response_len": sample.response_length,
+        "total_len": len(sample.tokens),
+        "trained_tokens": sum(sample.loss_mask),
+    }
+
+
 def _reward_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     carried: dict[PlaceId, list[float]] = {}
     groups: dict[GroupId, list[float]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from typing import Any, cast
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.json import JsonObject, JsonValue
 from relax_trio.data.messages import Content, ImagePart, Message, Part, Role, TextPart, ToolCall
 from relax_trio.data.record import Reward
@@ -34,6 +35,7 @@ def sample_to_json(sample: Sample) -> JsonObject:
         "prompt": sample.prompt,
         "response": sample.response,
         "messages": [message_to_json(message) for message in sample.messages],
+        "images": [{"url": image.url, "n_tokens": image.n_tokens} for image in sample.images],
         "turn_lens": list(sample.turn_lens),
         "turn_starts": list(sample.turn_starts),
         "weight_versions": [{"version": span.version, "n_tokens": span.n_tokens} for span in sample.weight_versions],
@@ -78,6 +80,7 @@ def sample_from_json(value: JsonObject) -> Sample:
         turn_lens=tuple(fields["turn_lens"]),
         turn_starts=tuple(fields["turn_starts"]),
         advantage=_credit(fields["advantage"]),
+        images=tuple(EncodedImage(url=image["url"], n_tokens=image["n_tokens"]) for image in fields.get("images", ())),
     )
 
 

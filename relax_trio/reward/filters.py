@@ -43,13 +43,23 @@ def read_verdict(value: object, what: str) -> Keep:
     Raises:
       RewardError: neither a bool nor an object with a bool `keep`.
     """
-    keep = value if isinstance(value, bool) else getattr(value, "keep", None)
-    if not isinstance(keep, bool):
+    keep = _flag(value)
+    if keep is None:
+        keep = _flag(getattr(value, "keep", None))
+    if keep is None:
         raise RewardError(
             f"{what} returned {value!r}; a filter returns True, False, or an object with .keep and .reason"
         )
     reason = getattr(value, "reason", None)
     return Keep(keep=keep, reason=None if reason is None else str(reason))
+
+
+def _flag(value: object) -> bool | None:
+    """Python's bool of a flag; NumPy and torch give comparisons a type of their own. None where it is no flag."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "shape", None) == ():
+        value = item()
+    return value if isinstance(value, bool) else None
 
 
 def _primary(sample: HookSample, reward_key: str | None) -> object:

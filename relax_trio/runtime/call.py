@@ -20,7 +20,14 @@ Result = outcome.Value[Completion] | outcome.Error
 
 @define(eq=False, kw_only=True)
 class AttemptRecord:
-    """What is remembered of one backend attempt, for views and dumps; `version` served when it was dispatched."""
+    """What is remembered of one backend attempt, for views and dumps.
+
+    Attributes:
+      version: served when it was dispatched.
+      is_paused: it is, in the backend, where it was when a step closed.
+      n_pauses: pauses that it came through.
+      went_round: it was aborted before its turn was complete.
+    """
 
     rid: Rid
     version: WeightVersion
@@ -28,6 +35,14 @@ class AttemptRecord:
     ended_s: float | None = None
     finish: str | None = None
     n_tokens: int = 0
+    is_paused: bool = False
+    n_pauses: int = 0
+    went_round: bool = False
+
+    @property
+    def n_interruptions(self) -> int:
+        """How often it kept its turn from going on when a step closed."""
+        return self.n_pauses + self.is_paused + self.went_round
 
     def to_json(self) -> JsonObject:
         """Plain form for `/debug_state` and dumps."""
@@ -36,6 +51,7 @@ class AttemptRecord:
             "seconds": None if self.ended_s is None else self.ended_s - self.started_s,
             "finish": self.finish,
             "n_tokens": self.n_tokens,
+            "n_pauses": self.n_pauses,
             "version": self.version,
         }
 
@@ -67,7 +83,7 @@ class Call:
       is_delivered: the reply's last byte went out without a disconnect seen.
       flight: the attempt that the backend has now.
       waiting_for: what the back half waits for now, for views: "encoding", "lease", "gate", "admission", "permit",
-        "backend", "commit".
+        "backend", "paused" (in the backend), "commit".
     """
 
     request_id: RequestId
@@ -147,6 +163,19 @@ class Call:
         self.is_delivered = True
         if self.node is not None:
             self.node.delivered = True
+
+    def note_pause(self) -> None:
+        """Its attempt, if the backend has one, is paused there."""
+        if self.flight is not None:
+            self.attempts[-1].is_paused = True
+            self.waiting_for = "paused"
+
+    def note_resume(self) -> None:
+        """Its attempt goes on, if it was paused; what came back in the pause had ended before."""
+        if self.attempts and self.attempts[-1].is_paused:
+            self.attempts[-1].is_paused = False
+            self.attempts[-1].n_pauses += 1
+            self.waiting_for = "backend"
 
     async def wait_let_go(self) -> None:
         """Wait until every front half has delivered its reply or lost its client. Cancellation: safe."""

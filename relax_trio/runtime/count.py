@@ -18,7 +18,7 @@ async def count_prompt(request: CanonicalRequest, session: Session) -> int:
     committed counts as it was recorded. The forest stays as it is.
 
     Raises:
-      InvalidRequest: the chat template refuses the conversation.
+      InvalidRequest: the chat template refuses the conversation, or an image can't be served.
 
     Cancellation: safe.
     """
@@ -26,4 +26,5 @@ async def count_prompt(request: CanonicalRequest, session: Session) -> int:
     if at.n_matched == len(request.messages):
         return at.node.total_len
     new_messages = request.messages[at.n_answered :]
-    return at.response.total_len + len(await encode_new(request, at.response, new_messages, session))
+    new_ids, _ = await encode_new(request, at.response, new_messages, session)
+    return at.response.total_len + len(new_ids)

@@ -19,7 +19,7 @@ class SessionReport:
     """What is remembered of an ended Session for metrics and dumps; plain values only.
 
     Attributes:
-      n_aborted: attempts that were aborted and went round again.
+      n_aborted: how often attempts were interrupted: aborted and sent round again, or paused.
       oldest_version: weights that the backend served when the first attempt was dispatched.
       n_restored: responses that came back without their reasoning and were recognized.
       n_shared_tokens: generated tokens that stand in more than one of its contexts.

@@ -13,10 +13,18 @@ from attrs import define, field
 
 from relax_trio.backend.admission import Reservation
 from relax_trio.backend.base import Attempt, AttemptResult, SamplingParams
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.messages import Message
 from relax_trio.data.request import CanonicalRequest, Completion, TokenLogprob, Usage
 from relax_trio.data.sample import VersionSpan
-from relax_trio.errors import BackendError, BackendProtocolError, EngineUnavailable, InternalError
+from relax_trio.errors import (
+    BackendError,
+    BackendProtocolError,
+    EngineUnavailable,
+    InternalError,
+    InvalidRequest,
+    PromptRefused,
+)
 from relax_trio.events import emit
 from relax_trio.forest.forest import Match
 from relax_trio.forest.node import Node
@@ -43,6 +51,7 @@ class Turn:
       match: the state it continues.
       observation_ids: tokens of the new messages, empty where the observation is committed already.
       prefix: lineage and observation, P ids.
+      new_images, images: what stands for the placeholders among `observation_ids`, and among `prefix`.
       token_ids, logprobs, versions: what attempts have generated so far.
       budget: most tokens of the turn.
       seed: sampling seed of the turn, the same for all its attempts.
@@ -53,6 +62,8 @@ class Turn:
     prefix: array[int]
     budget: int
     seed: int | None
+    new_images: tuple[EncodedImage, ...] = ()
+    images: tuple[EncodedImage, ...] = ()
     token_ids: array[int] = field(factory=lambda: array("i"))
     logprobs: array[float] = field(factory=lambda: array("d"))
     versions: list[VersionSpan] = field(factory=list)
@@ -91,7 +102,7 @@ async def run_request(call: Call, session: Session) -> Completion:
         turn.keep(result)
         finish = _finish(turn, result, (*shared.codec.stop_token_ids, *session.limits.stop_token_ids))
         if finish is None:
-            session.n_aborted += 1
+            call.attempts[-1].went_round = True
     call.waiting_for = "commit"
     return await _commit(call, session, turn, stopped=finish == "stop")
 
@@ -125,13 +136,13 @@ async def _begin(request: CanonicalRequest, session: Session) -> Turn:
     match = session.forest.match(request.messages, request.tools, request.chat_template_kwargs)
     known = match.observation
     if known is not None and not request.prefill:
-        observation_ids = array("i")
+        observation_ids, images = array("i"), known.images
         prefix = session.forest.tokens(known)
     else:
         if known is None:
-            observation_ids = await encode_new(request, match.parent, match.new_messages, session)
+            observation_ids, images = await encode_new(request, match.parent, match.new_messages, session)
         else:
-            observation_ids = array("i", known.token_ids)
+            observation_ids, images = array("i", known.token_ids), known.images
         if request.prefill:
             match = match.prefilled(request.prefill)
             observation_ids += shared.codec.encode_prefill(request.prefill, request.chat_template_kwargs)
@@ -145,23 +156,33 @@ async def _begin(request: CanonicalRequest, session: Session) -> Turn:
         request_max=request.max_tokens,
     )
     seed = _seed(request, session, match.state)
-    return Turn(match=match, observation_ids=observation_ids, prefix=prefix, budget=budget, seed=seed)
+    return Turn(
+        match=match,
+        observation_ids=observation_ids,
+        prefix=prefix,
+        new_images=images,
+        images=session.forest.images(match.parent) + images,
+        budget=budget,
+        seed=seed,
+    )
 
 
 async def encode_new(
     request: CanonicalRequest, parent: Node, messages: tuple[Message, ...], session: Session
-) -> array[int]:
-    """`array('i')` of the request's `messages` behind `parent`, a response or the technical root.
+) -> tuple[array[int], tuple[EncodedImage, ...]]:
+    """`array('i')` of the request's `messages` behind `parent`, a response or the technical root, and their images.
 
     Raises:
-      InvalidRequest: the chat template refuses them.
+      InvalidRequest: the chat template refuses them, or an image can't be served.
     """
-    codec = session.shared.codec
+    shared = session.shared
+    codec = shared.codec
+    images = await session.images.of(messages, codec.vision, shared.cpu)
     tools, kwargs = request.tools, request.chat_template_kwargs
 
     def encode() -> array[int]:
         if parent.kind != "response":
-            return codec.encode_opening(messages, tools, kwargs)
+            return codec.encode_opening(messages, tools, kwargs, images=images)
         return codec.encode_observation(
             messages,
             tools,
@@ -169,11 +190,12 @@ async def encode_new(
             turn=parent.messages[-1],
             turn_ids=parent.token_ids,
             earlier=request.messages[: parent.n_messages - 1],
+            images=images,
         )
 
     if text_len(messages) > LONG_TEXT_CHARS:
-        return await session.shared.cpu.run(encode)
-    return encode()
+        return await shared.cpu.run(encode), images
+    return encode(), images
 
 
 async def _next_attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
@@ -230,12 +252,16 @@ async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
         ),
         session_key=session.name,
         response_start=len(turn.prefix),
+        images=turn.images,
     )
     flight = call.flight = Flight(rid=rid)
     result = _NOTHING
     try:
         with flight.scope:
             result = await shared.backend.generate(attempt)
+    except PromptRefused as exc:
+        record.finish = "failed"
+        raise InvalidRequest(str(exc), param="messages") from exc
     except BackendError as exc:
         record.finish = "failed"
         emit("attempt.failed", rid=rid, error=str(exc), retryable=exc.retryable)
@@ -244,7 +270,7 @@ async def _attempt(call: Call, session: Session, turn: Turn) -> AttemptResult:
         session.fail(exc)
         raise EngineUnavailable(f"the engine failed while it served {session.place}: {exc}") from exc
     finally:
-        record.ended_s = trio.current_time()
+        record.ended_s, record.is_paused = trio.current_time(), False
         call.flight = None
         flight.landed.set()
     record.finish, record.n_tokens = result.finish, len(result.token_ids)
@@ -284,6 +310,7 @@ async def _commit(call: Call, session: Session, turn: Turn, *, stopped: bool) ->
         versions=tuple(turn.versions),
         finish=parsed.finish,
         stop_string=turn.stop_string,
+        images=turn.new_images,
     )
     call.node = node
     flags = list(parsed.flags)
@@ -330,7 +357,7 @@ def text_len(messages: tuple[Message, ...]) -> int:
     """Characters of text in `messages`: decides whether encoding them goes to a worker thread."""
     total = 0
     for message in messages:
-        total += len(message.content) if isinstance(message.content, str) else 0
+        total += sum(map(len, message.texts))
         total += len(message.reasoning_content or "")
         total += sum(len(call.arguments) for call in message.tool_calls)
     return total

@@ -40,6 +40,7 @@ def _build(group: Group, index: int, context: Context, codec: ChatCodec) -> Samp
         name=context.name,
         row=task.row,
         messages=context.messages,
+        images=context.images,
         turn_lens=context.turn_lens,
         turn_starts=context.turn_starts,
     )

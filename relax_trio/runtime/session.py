@@ -37,6 +37,7 @@ from relax_trio.forest.view import forest_json
 from relax_trio.ids import Credential, GroupId, PlaceId, RequestId, StateHash, WeightVersion, new_credential
 from relax_trio.runtime.call import Call, Result
 from relax_trio.runtime.count import count_prompt
+from relax_trio.runtime.images import Images
 from relax_trio.runtime.outcome import Completed, Failed, SessionOutcome, SessionReport
 from relax_trio.runtime.request import park_request, run_request
 from relax_trio.runtime.shared import Mode, Shared, TurnLimits
@@ -66,10 +67,10 @@ class Session:
       lease: set once the Group is leased to Runtime.
       generation: shut while no attempt of this Session may start, unless it is protected.
       barrier: where live requests are counted, None outside a Group.
-      n_aborted: attempts that were aborted and went round again.
-      is_protected: exempt from parking.
+      is_protected: exempt from parking and from pauses.
       skipped: kinds of items and hosted tools that its requests held and that were left out.
       histories: what its requests began with, for those that go on from there.
+      images: those of its requests, read.
     """
 
     place: PlaceId
@@ -84,7 +85,6 @@ class Session:
     generation: Gate = field(factory=Gate)
     barrier: PresenceBarrier | None = None
     n_try: int = 0
-    n_aborted: int = 0
     is_protected: bool = False
     started_s: float = field(factory=trio.current_time)
     credential: Credential = field(factory=new_credential, repr=False)
@@ -94,6 +94,7 @@ class Session:
     flags: Counter[str] = field(factory=Counter)
     skipped: dict[str, None] = field(factory=dict)
     histories: HistoryMemo = field(factory=HistoryMemo)
+    images: Images = field(factory=Images)
     _is_open: bool = False
     _n_shared_tokens: int = 0
     _failure: BackendError | None = None
@@ -108,6 +109,11 @@ class Session:
     def name(self) -> str:
         """Place and try: the Session's public key on the backend and in rids."""
         return f"{self.place}-{self.n_try}"
+
+    @property
+    def n_aborted(self) -> int:
+        """How often its attempts were interrupted: aborted and sent round again, or paused."""
+        return sum(attempt.n_interruptions for call in self.calls for attempt in call.attempts)
 
     # --- owned by the place ---------------------------------------------------------------------------------
 
@@ -220,16 +226,17 @@ class Session:
         if self.lease.is_set() and self.may_generate:
             self.budget.resume()
 
-    async def park(self) -> None:
-        """Stop the clock and bring every attempt back; its request keeps the tokens and waits at the shut gate.
-
-        Requests in the line of admission go back to the gate, too.
-
-        Cancellation: aborts stand; requests are in order.
-        """
+    def halt(self) -> None:
+        """Stop the clock, and send requests in the line of admission back to the gate, which is shut. Plain."""
         self.budget.pause()
         if self.shared.admission is not None:
             self.shared.admission.recall(self.name)
+
+    async def park(self) -> None:
+        """Bring every attempt back, behind `halt`; its request keeps the tokens and waits at the shut gate.
+
+        Cancellation: aborts stand; requests are in order.
+        """
         async with trio.open_nursery() as nursery:
             for call in self.calls:
                 if call.flight is not None:

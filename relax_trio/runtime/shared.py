@@ -45,7 +45,7 @@ class Shared:
     """Everything a Session needs besides its own task.
 
     Attributes:
-      attempt_permits: one per attempt on the backend; never held across a gate.
+      attempt_permits: one per attempt on the backend; held across a shut gate by paused attempts only.
       admission: makes attempts wait for room in the servers' KV pools, before their permit; None: off.
       abort_grace_s: how long an aborted attempt may take to come back.
       base_url: RELAX_BASE_URL of the agents.

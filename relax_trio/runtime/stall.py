@@ -69,6 +69,7 @@ def _request_wait(session: str, call: Call, now: float) -> Wait:
         "gate": "the generation gate",
         "admission": "admission to the servers' KV pools",
         "permit": "an attempt permit",
+        "paused": "the next step, its attempt paused",
         "lease": "the lease of its Group",
     }
     return Wait(chain=chain, waits_for=what.get(call.waiting_for, call.waiting_for), seconds=now - call.accepted_s)

@@ -1,7 +1,8 @@
 """The work of a run: rollout steps over the resident Groups.
 
-A step is an accounting window, not an owner. At its close, what is unfinished is dropped, or parked where the run
-retains Groups (partial rollout). Where training overlaps rollout (fully async), nothing happens at a close: overlap.py.
+A step is an accounting window, not an owner. At its close, what is unfinished is dropped, or kept where the run
+retains Groups (partial rollout): its attempts are aborted and its requests parked, or attempts are paused in the
+backend. Where training overlaps rollout (fully async), nothing happens at a close: overlap.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from relax_trio.events import emit
 from relax_trio.reward.reward import RewardScorer
 from relax_trio.runtime.kv_metrics import KvTally
 from relax_trio.runtime.ledger import Ledger, Partition, ScoredGroup
+from relax_trio.runtime.pause import Pause
 from relax_trio.runtime.residents import Resident, Residents
+from relax_trio.runtime.session import Session
 from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.stall import Wait, long_waits, watch_stalls
 from relax_trio.runtime.step import Step, StepResult, Tally
@@ -53,8 +56,10 @@ class Work:
     kv_tally: KvTally = field(factory=KvTally, init=False)
     ledger: Ledger = field(init=False)
     residents: Residents = field(init=False)
+    _pause: Pause = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._pause = Pause(self.shared.backend)
         self.ledger = Ledger(retains=self.config.retains_groups)
         self.residents = Residents(
             shared=self.shared,
@@ -70,9 +75,12 @@ class Work:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Own Groups for the length of the block; on leaving, every Group is ended and its row accounted for."""
+        """Own Groups for the length of the block; on leaving, every Group is ended and its row accounted for.
+
+        A pause ends before them: an attempt that ends is aborted, which a paused engine may not hear.
+        """
         try:
-            async with self.residents.open():
+            async with self.residents.open(), self._pause.open():
                 yield
         finally:
             for task in self.ledger.tasks():
@@ -84,8 +92,11 @@ class Work:
 
     # --- a step -----------------------------------------------------------------------------------------------
 
-    async def run_step(self, rollout_id: int) -> StepResult:
+    async def run_step(self, rollout_id: int, *, may_pause: bool = False) -> StepResult:
         """Run one rollout step: exactly `rollout_batch_size` scored Groups, more where it closes dynamically.
+
+        Args:
+          may_pause: until the next step opens nothing has to be generated, so attempts may be paused at the close.
 
         Raises:
           RunFailed: every Group failed for too long, or no row is left.
@@ -99,12 +110,13 @@ class Work:
         self.plan(rollout_id)
         async with self.accounting(step), self.watching():
             if partition.debt:
+                await self._resume_attempts()
                 self.unpark()
             self.residents.step = step
             self.residents.update()
             await step.closed.wait()
             if self.residents.failure is None:
-                await self._close(partition, is_last=is_last)
+                await self._close(partition, is_last=is_last, may_pause=may_pause)
         self.residents.step = None
         self.ledger.seal(partition)
         return self.result(rollout_id, sorted(partition.groups, key=lambda group: group.number), step.age_s)
@@ -184,19 +196,23 @@ class Work:
 
     # --- closing ----------------------------------------------------------------------------------------------
 
-    async def _close(self, partition: Partition, *, is_last: bool) -> None:
+    async def _close(self, partition: Partition, *, is_last: bool, may_pause: bool) -> None:
         """What becomes of Groups when the debt is paid."""
         residents = self.residents
         if self.config.partial_rollout and not (is_last and not self.config.use_dynamic_global_batch_size):
             await self._wait_protected()
             if residents.failure is not None:
                 return
-            await self.park("between steps")
+            if self.config.pauses_attempts and may_pause and not is_last:
+                await self._pause_attempts("between steps")
+            else:
+                await self.park("between steps")
             await self._wait_protected()
             if self.config.use_dynamic_global_batch_size:
                 joined = self.ledger.fill_up(partition, multiple_of=self.data_parallel_size)
                 emit("partition.sealed", partition=partition.name, groups=len(partition.groups), surplus=joined)
         if is_last:
+            await self._pause.end()
             await residents.drop(residents.all, "the last step closed")
         elif not self.config.partial_rollout:
             kept = residents.unleased if self.config.agentic_prelaunch else ()
@@ -216,15 +232,43 @@ class Work:
     async def park(self, reason: str) -> None:
         """Shut the gate, stop the clocks, bring back every attempt that may be interrupted.
 
+        Those that are paused are let go first: an abort may not reach them before.
+
         Cancellation: the gate stays shut, aborts stand.
         """
+        self._shut(reason)
+        await self._pause.end()
+        async with trio.open_nursery() as nursery:
+            for session in self._interruptible():
+                nursery.start_soon(session.park, name=f"park {session.name}")
+
+    async def _pause_attempts(self, reason: str) -> None:
+        """Shut the gate, stop the clocks, pause every attempt in the backend. Protected Groups have ended.
+
+        Cancellation: the gate stays shut, the pause is on.
+        """
+        self._shut(reason)
+        await self._pause.begin()
+        for session in self._interruptible():
+            for call in session.calls:
+                call.note_pause()
+
+    async def _resume_attempts(self) -> None:
+        """Let paused attempts go on. Cancellation: the pause ends with the work."""
+        for session in self._interruptible() if self._pause.is_on else ():
+            for call in session.calls:
+                call.note_resume()
+        await self._pause.end()
+
+    def _shut(self, reason: str) -> None:
         self.residents.generation.shut(reason)
         self.residents.update()
-        async with trio.open_nursery() as nursery:
-            for resident in self.residents.leased:
-                for session in resident.group.sessions:
-                    if not session.is_protected:
-                        nursery.start_soon(session.park, name=f"park {session.name}")
+        for session in self._interruptible():
+            session.halt()
+
+    def _interruptible(self) -> list[Session]:
+        sessions = (session for resident in self.residents.leased for session in resident.group.sessions)
+        return [session for session in sessions if not session.is_protected]
 
     def unpark(self) -> None:
         """Open the gate: parked requests go on, and who was aborted too often is protected from here on."""

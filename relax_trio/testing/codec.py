@@ -6,10 +6,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.json import JsonObject
 from relax_trio.data.messages import Message
 from relax_trio.ids import StateHash
 from relax_trio.tokens.codec import ChatCodec, ParsedTurn
+from relax_trio.tokens.vision import NoVision
 
 STOP = 0
 """The token that ends a turn."""
@@ -19,13 +21,19 @@ class ByteCodec:
     """What the runtime uses of `ChatCodec`, over a template of `<role>content` one after another."""
 
     stop_token_ids = (STOP,)
+    vision = NoVision()
 
     def encode_text(self, text: str) -> list[int]:
         """See `ChatCodec`."""
         return [byte + 1 for byte in text.encode()]
 
     def encode_opening(
-        self, messages: Sequence[Message], tools: Sequence[JsonObject], chat_template_kwargs: JsonObject
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JsonObject],
+        chat_template_kwargs: JsonObject,
+        *,
+        images: Sequence[EncodedImage] = (),
     ) -> array[int]:
         """See `ChatCodec`."""
         text = "".join(f"<{message.role}>{message.content}" for message in messages)
@@ -40,6 +48,7 @@ class ByteCodec:
         turn: Message,
         turn_ids: Sequence[int],
         earlier: Sequence[Message] = (),
+        images: Sequence[EncodedImage] = (),
     ) -> array[int]:
         """See `ChatCodec`."""
         ids = self.encode_opening(messages, tools, chat_template_kwargs)

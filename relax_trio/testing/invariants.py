@@ -35,7 +35,8 @@ class Invariants:
     * The permits taken are those of the Groups with processes, and for a moment one that is on its way to a new Group.
     * Rows taken = handed over + filtered + given back + set aside + at work or waiting in the ledger.
     * A barrier counts the places with a live request. An attempt runs only for a leased Session, with a permit, was
-      begun only while it was allowed to, and is known to its request. Weights change while no attempt runs.
+      begun only while it was allowed to, and is known to its request. Weights change while no attempt runs that is not
+      paused. Attempts are paused only while the gate is shut, and none is at the end.
     * Admission holds tokens only while a request is on its way from it to the end of its attempt, and in its line
       stand only requests that wait for it; at the end, none of either.
     * While the gate is shut, no active time is spent but by protected Sessions.
@@ -130,6 +131,8 @@ class Invariants:
         if bench.launcher is not None and len(bench.launcher.started) != len(bench.launcher.ended):
             found.append(f"agents are left: {bench.launcher.live}")
         if bench.backend is not None:
+            if bench.backend.is_paused:
+                found.append("the backend is left paused")
             if bench.backend.running or bench.backend.remembered:
                 found.append(f"the backend has {bench.backend.running}, remembers {sorted(bench.backend.remembered)}")
             closed = sorted(call.what for call in bench.backend.calls if call.name == "close_session")
@@ -171,6 +174,8 @@ class Invariants:
 
     def _clocks(self, work: Work, now_s: float) -> Iterator[str]:
         if work.residents.generation.is_open:
+            if self._bench.backend is not None and self._bench.backend.is_paused:
+                yield "attempts are paused at an open gate"
             self._shut_since_s = None
             return
         if self._shut_since_s is None:
@@ -219,7 +224,7 @@ class Invariants:
         states = Counter(c.waiting_for for s in self._sessions for c in s.calls if not c.done.is_set())
         if admission.n_waiting > states["admission"]:
             yield f"{admission.n_waiting} attempts stand in the line of admission, {states['admission']} requests wait"
-        if admission.n_reserved and not (states["admission"] or states["permit"] or states["backend"]):
+        if admission.n_reserved and not any(states[at] for at in ("admission", "permit", "backend", "paused")):
             yield f"{admission.n_reserved} tokens are leased to nobody"
 
     def _requests(self) -> Iterator[str]:
@@ -248,6 +253,6 @@ class Invariants:
             s for s in self._sessions if s in bench.sessions.open or any(not call.done.is_set() for call in s.calls)
         ]
         for made in bench.backend.calls[self._n_calls :]:
-            if made.name == "update_weights" and bench.backend.running:
+            if made.name == "update_weights" and bench.backend.running and not bench.backend.is_paused:
                 yield f"weights {made.what} came while attempts ran: {bench.backend.running}"
         self._n_calls = len(bench.backend.calls)

@@ -13,10 +13,11 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from attrs import field, frozen
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.json import JsonObject, canonical_json
 from relax_trio.data.messages import Message, ToolCall
 from relax_trio.data.normalize import assistant_message
@@ -33,6 +34,9 @@ from relax_trio.tokens.parsers.turn import read_turn_text
 from relax_trio.tokens.prefill import prefill_text
 from relax_trio.tokens.template import ChatTemplate
 from relax_trio.tokens.turn_end import TurnEnds, find_turn_ends
+from relax_trio.tokens.vision import NoVision, Vision, load_vision
+
+NO_VISION: Final = NoVision()
 
 
 @frozen(kw_only=True)
@@ -58,11 +62,13 @@ class ChatCodec:
       observations: renders what follows generated turns.
       stop_token_ids: ids that end generation: the checkpoint's, the tokenizer's, the template's end of turn.
       vocab_len: ids the tokenizer knows, added tokens included.
+      vision: what the checkpoint does with images.
     """
 
     observations: ObservationRenderer
     stop_token_ids: tuple[int, ...]
     vocab_len: int
+    vision: Vision
     _encode: Callable[[str], list[int]] = field(repr=False)
     _decode: Callable[[list[int]], str] = field(repr=False)
     _control_ids: Mapping[str, int] = field(repr=False)
@@ -82,8 +88,10 @@ class ChatCodec:
           ConfigError: no readable tokenizer, no chat template, a template that cannot be trained with, an unknown
             parser name.
         """
+        tokenizer = load_tokenizer(checkpoint)
         return cls.from_tokenizer(
-            load_tokenizer(checkpoint),
+            tokenizer,
+            vision=load_vision(checkpoint, tokenizer),
             name=str(checkpoint),
             eos_ids=generation_eos(checkpoint),
             reasoning_parser=reasoning_parser,
@@ -99,6 +107,7 @@ class ChatCodec:
         eos_ids: Iterable[int] = (),
         reasoning_parser: str | None = None,
         tool_call_parser: str | None = None,
+        vision: Vision = NO_VISION,
     ) -> ChatCodec:
         """Make a codec of a Hugging Face tokenizer with a chat template; `eos_ids` as in its generation config.
 
@@ -108,7 +117,8 @@ class ChatCodec:
         if not tokenizer.chat_template:
             raise ConfigError(f"{name} has no chat template; add one (chat_template.jinja) to the checkpoint")
         parts = tokenizer_parts(tokenizer, eos_ids=eos_ids, name=name)
-        template, controls = ChatTemplate(tokenizer), ControlTokens(parts.control_ids)
+        template = ChatTemplate(tokenizer, takes_images=vision.pads is not None)
+        controls = ControlTokens(parts.control_ids)
         ends = find_turn_ends(template, parts.stops, controls)
         stops = dict.fromkeys(parts.control_ids[text] for text in (*parts.stops, *ends.stops))
         return cls(
@@ -121,6 +131,7 @@ class ChatCodec:
             closer_ids=frozenset(parts.control_ids[text] for text in ends.closers),
             reasoning=named_reasoning_parser(reasoning_parser),
             calls=named_tool_call_parser(tool_call_parser),
+            vision=vision,
         )
 
     @property
@@ -136,15 +147,25 @@ class ChatCodec:
     # --- messages → ids ----------------------------------------------------------------------------------------
 
     def encode_opening(
-        self, messages: Sequence[Message], tools: Sequence[JsonObject], chat_template_kwargs: JsonObject
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JsonObject],
+        chat_template_kwargs: JsonObject,
+        *,
+        images: Sequence[EncodedImage] = (),
     ) -> array[int]:
         """`array('i')` of a whole conversation with the generation prompt: the first observation of a tree.
 
+        Args:
+          images: those of `messages`, in order; each stands there as its placeholders.
+
         Raises:
-          InvalidRequest: the template refuses the conversation.
+          InvalidRequest: the template refuses the conversation or prints no place for an image, or a text holds a
+            placeholder.
         """
+        self._refuse_written(messages, tools, chat_template_kwargs)
         text = self.template.render(messages, tools, chat_template_kwargs, add_generation_prompt=True)
-        return array("i", self._encode(text))
+        return self._expanded(self._encode(text), images)
 
     def encode_observation(
         self,
@@ -155,6 +176,7 @@ class ChatCodec:
         turn: Message,
         turn_ids: Sequence[int],
         earlier: Sequence[Message] = (),
+        images: Sequence[EncodedImage] = (),
     ) -> array[int]:
         """`array('i')` of what the template puts behind a generated turn: its end, `messages`, the generation prompt.
 
@@ -168,19 +190,32 @@ class ChatCodec:
           turn: the generated turn, read.
           turn_ids: its recorded tokens.
           earlier: messages before the turn; the leading system message and what the template remembers are looked up.
+          images: those of `messages`, in order; each stands there as its placeholders.
 
         Raises:
-          InvalidRequest: the template refuses the messages at this place.
+          InvalidRequest: the template refuses the messages at this place or prints no place for an image, or a text
+            holds a placeholder.
         """
+        self._refuse_written(messages, (), {})
         tail = self.observations.render(messages, tools, chat_template_kwargs, turn=turn, earlier=earlier)
         ids = self._encode(tail.text)
         if not tail.end:
-            return array("i", ids)
+            return self._expanded(ids, images)
         end_id = self._control_ids[tail.end]
         if ids[:1] != [end_id]:
             raise EngineFault(f"the tokenizer does not keep {tail.end!r} apart from the text behind it")
         last = turn_ids[-1] if turn_ids else None
-        return array("i", ids[1:] if last == end_id or last in self._closer_ids else ids)
+        return self._expanded(ids[1:] if last == end_id or last in self._closer_ids else ids, images)
+
+    def _refuse_written(
+        self, messages: Sequence[Message], tools: Sequence[JsonObject], chat_template_kwargs: JsonObject
+    ) -> None:
+        if self.vision.pads is not None:
+            self.vision.pads.refuse_written(messages, tools, chat_template_kwargs)
+
+    def _expanded(self, ids: Sequence[int], images: Sequence[EncodedImage]) -> array[int]:
+        """`ids` with as many placeholders as each image has."""
+        return array("i", ids) if self.vision.pads is None else self.vision.pads.expand(ids, images)
 
     # --- ids → message -----------------------------------------------------------------------------------------
 
@@ -204,9 +239,10 @@ class ChatCodec:
         Raises:
           InvalidRequest: the template can't go on from there.
         """
+        self._refuse_written([Message(role="assistant", content=prefill)], (), {})
         if self._reasoning is not None and self._opens(canonical_json(chat_template_kwargs)):
-            return array("i", self._encode(f"\n{self._reasoning.end}\n\n{prefill}"))
-        return array("i", self._encode(prefill_text(self.template, prefill, chat_template_kwargs)))
+            return self._expanded(self._encode(f"\n{self._reasoning.end}\n\n{prefill}"), ())
+        return self._expanded(self._encode(prefill_text(self.template, prefill, chat_template_kwargs)), ())
 
     def read_turn(
         self,

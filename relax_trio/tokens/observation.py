@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from relax_trio.data.json import JsonObject
-from relax_trio.data.messages import Message, ToolCall
+from relax_trio.data.messages import ImagePart, Message, TextPart, ToolCall
 from relax_trio.errors import InvalidRequest
 from relax_trio.tokens.control import ControlTokens, Found
 from relax_trio.tokens.memory import Memory, Past, find_memory, remembered
+from relax_trio.tokens.pads import image_urls
 from relax_trio.tokens.sentinel import Behind, behind, mark_for, moved, stand_ins
 from relax_trio.tokens.template import ChatTemplate
 from relax_trio.tokens.turn_end import TurnEnds, opening_tag
@@ -32,6 +33,10 @@ _FOLLOWED = (
 _SYSTEM = Message(role="system", content="v")
 
 
+NUMBERS_IMAGES = "add_vision_id"
+"""The template argument under which Qwen's templates number the images of a whole conversation."""
+
+
 @frozen
 class Tail:
     """Text behind a generated turn.
@@ -44,6 +49,12 @@ class Tail:
 
     text: str
     end: str
+
+
+def _showing(first: Message, earlier: Sequence[Message]) -> Message:
+    """A user message with as many images before its text as stand in `earlier`."""
+    images = tuple(ImagePart(url) for url in image_urls(earlier))
+    return evolve(first, content=(*images, *map(TextPart, first.texts))) if images else first
 
 
 @frozen
@@ -105,6 +116,8 @@ class ObservationRenderer:
           InvalidRequest: the template refuses the messages at this place.
         """
         past = remembered(self.memory, earlier)
+        if chat_template_kwargs.get(NUMBERS_IMAGES):
+            past = (_showing(past[0], earlier), *past[1:])
         system = tuple(earlier[:1]) if earlier and earlier[0].role == "system" else ()
         mark = mark_for((*system, *messages))
         refusal: InvalidRequest | None = None

@@ -59,7 +59,7 @@ def stand_ins(turn: Message, mark: str) -> Iterator[Message]:
 
 def mark_for(messages: Sequence[Message]) -> str:
     """A mark that occurs in none of the texts of `messages`."""
-    texts = [message.content for message in messages if isinstance(message.content, str)]
+    texts = [text for message in messages for text in message.texts]
     mark = SENTINEL
     while any(mark in text for text in texts):
         mark += "z"
@@ -76,5 +76,5 @@ def behind(text: str, mark: str) -> Behind | None:
 
 def moved(before: str, after: str, messages: Sequence[Message]) -> bool:
     """Whether one of `messages` is printed in `before`, but not in `after`, where it belongs."""
-    contents = [message.content for message in messages if isinstance(message.content, str)]
+    contents = [text for message in messages for text in message.texts]
     return any(content in before and content not in after for content in contents)

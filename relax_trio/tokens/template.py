@@ -17,9 +17,10 @@ import jinja2.meta
 import jinja2.nodes
 
 from relax_trio.data.json import JsonObject
-from relax_trio.data.messages import Message
+from relax_trio.data.messages import Message, Part, TextPart
 from relax_trio.errors import InvalidRequest
 from relax_trio.tokens.habits import Habits, find_habits
+from relax_trio.tokens.pads import TEXT_ONLY
 from relax_trio.tokens.placement import placements
 
 _TEMPLATE_ERRORS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
@@ -51,9 +52,11 @@ class ChatTemplate:
     Args:
       tokenizer: a Hugging Face tokenizer with a chat template.
       now: the date it prints; default: when it was loaded.
+      takes_images: messages may hold images.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, *, now: datetime | None = None) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, now: datetime | None = None, takes_images: bool = False) -> None:
+        self.takes_images = takes_images
         self._tokenizer = tokenizer
         self._now = now or datetime.now()
         sources = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[_TOOL])]
@@ -110,9 +113,11 @@ class ChatTemplate:
                 raise refusal from None
 
     def _chat(self, message: Message) -> JsonObject:
-        if isinstance(message.content, tuple):
-            raise InvalidRequest("this checkpoint takes no images; send text content only", param="messages")
-        return self.habits.to_chat(message)
+        if not isinstance(message.content, tuple):
+            return self.habits.to_chat(message)
+        if not self.takes_images:
+            raise InvalidRequest(f"the messages hold an image, but {TEXT_ONLY}", param="messages")
+        return {**self.habits.to_chat(message), "content": [_part(part) for part in message.content]}
 
     def _apply(self, chat: Sequence[JsonObject], tools: Sequence[JsonObject], kwargs: JsonObject, prompt: bool) -> str:
         own = sorted(self._own_parameters & kwargs.keys())
@@ -139,6 +144,11 @@ class ChatTemplate:
         In the source, because the renderer lets no function through among the template's arguments.
         """
         return _DATE_CALL.sub(lambda call: repr(self._now.strftime(call["format"])), source)
+
+
+def _part(part: Part) -> JsonObject:
+    """A part as templates have it: an image is its place only."""
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
 def _parameters(tokenizer: ChatTokenizer) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 
 import torch
 from attrs import define
@@ -46,30 +47,36 @@ def token_advantages(sample: Sample) -> array[float]:
     return advantages
 
 
-def shaped_advantages(
-    advantages: torch.Tensor, kl: torch.Tensor, rows: torch.Tensor, *, estimator: str, kl_coef: float
-) -> torch.Tensor:
-    """Make the KL to the reference a part of the return of each token.
+def return_kl(kl: Sequence[torch.Tensor], sessions: Sequence[int], estimator: str) -> list[torch.Tensor]:
+    """The KL to the reference that is taken from the return of each token, beta times of it.
 
-        reinforce_plus_plus:           A_t = credit - beta * sum of kl_u over the tokens u >= t of the row
+        reinforce_plus_plus:           A_t = credit - beta * sum of kl_u over the tokens u >= t of the Session
         reinforce_plus_plus_baseline:  A_t = credit - beta * kl_t
 
-    The first is the return to go, discount 1, of the reward r_t = [t is last] credit - beta * kl_t.
+    The first is the return to go, discount 1, of the reward r_t = [t is last] credit - beta * kl_t. Behind the tokens
+    of a row come those of its Session's later rows, in the order of export: a Session is one episode, however it is
+    divided into contexts.
     Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262), eq. 7 and 8; the second as slime and Relax have it.
 
     Args:
-      advantages: (K,), the credit of each token.
-      kl: (K,) estimate of the KL of the old policy to the reference, see `kl.kl_estimate`.
-      rows: (K,) the row of each token; the tokens of a row stand together and in order.
+      kl: for each row (k,) estimates of the KL of the old policy to the reference at its tokens, see `kl.kl_estimate`.
+      sessions: the Session of each row; its rows come in the order of export.
       estimator: one of the two names.
-      kl_coef: beta.
+
+    Returns:
+      (k,) for each row.
     """
     if estimator == "reinforce_plus_plus_baseline":
-        return advantages - kl_coef * kl
+        return list(kl)
     assert estimator == "reinforce_plus_plus", f"{estimator} doesn't shape returns by the KL"
-    lens = torch.unique_consecutive(rows, return_counts=True)[1].tolist()
-    to_go = [part.flip(0).cumsum(0).flip(0) for part in torch.split(kl, lens)]
-    return advantages - kl_coef * torch.cat([kl[:0], *to_go])
+    found: list[torch.Tensor] = []
+    behind: dict[int, torch.Tensor] = {}
+    for part, session in zip(reversed(kl), reversed(sessions), strict=True):
+        to_go = part.flip(0).cumsum(0).flip(0) + behind.get(session, 0.0)
+        found.append(to_go)
+        if len(part):
+            behind[session] = to_go[0]
+    return found[::-1]
 
 
 WHITEN_EPS = 1e-8
@@ -78,17 +85,20 @@ WHITEN_EPS = 1e-8
 
 @define(eq=False, kw_only=True)
 class Moments:
-    """Sums over numbers, from which come mean, deviation and range; two of them join into that of both.
+    """Mean, deviation and range of numbers; two of them join into that of both.
+
+    Deviations are from the mean, not from 0: rewards that are large and nearly alike keep their difference.
 
     Attributes:
       n: how many.
-      total, squares: their sum, the sum of their squares.
+      mean: 0.0 of nothing.
+      deviations: sum of their squared distances from the mean.
       low, high: the smallest and the largest; infinite where there are none.
     """
 
     n: int = 0
-    total: float = 0.0
-    squares: float = 0.0
+    mean: float = 0.0
+    deviations: float = 0.0
     low: float = math.inf
     high: float = -math.inf
 
@@ -98,33 +108,32 @@ class Moments:
         if not len(values):
             return cls()
         exact = values.double()
+        mean = exact.mean()
         return cls(
             n=len(exact),
-            total=float(exact.sum()),
-            squares=float(exact.square().sum()),
+            mean=float(mean),
+            deviations=float((exact - mean).square().sum()),
             low=float(exact.min()),
             high=float(exact.max()),
         )
 
     def join(self, other: Moments) -> None:
-        """Add the numbers of another one."""
-        self.n += other.n
-        self.total += other.total
-        self.squares += other.squares
+        """Add the numbers of another one (Chan et al. 1983)."""
+        n = self.n + other.n
+        if other.n:
+            gap = other.mean - self.mean
+            self.deviations += other.deviations + gap * gap * self.n * other.n / n
+            self.mean += gap * other.n / n
+        self.n = n
         self.low = min(self.low, other.low)
         self.high = max(self.high, other.high)
-
-    @property
-    def mean(self) -> float:
-        """0.0 of nothing."""
-        return self.total / max(1, self.n)
 
     @property
     def variance(self) -> float:
         """The sample variance (n - 1); 0.0 of one number and where all are equal."""
         if self.n < 2 or self.low == self.high:
             return 0.0
-        return max(0.0, self.squares - self.total * self.mean) / (self.n - 1)
+        return self.deviations / (self.n - 1)
 
     @property
     def std(self) -> float:

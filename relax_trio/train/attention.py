@@ -125,6 +125,11 @@ def set_attention(model: torch.nn.Module, wanted: Attention) -> bool:
     types = list(getattr(text, "layer_types", None) or ())
     if set(types) - _LAYER_TYPES:
         return False
+    if getattr(config, "vision_config", None) is not None:
+        # What is chosen here is chosen for the vision tower too, which attends in both directions.
+        if wanted == FLASH:
+            choose(FLASH)
+        return False
     try:
         choose("eager")
         alone = [_last_hidden(model, ids[None]) for ids in _probe_rows(text.vocab_size, device)]

@@ -27,11 +27,13 @@ class Distribution:
       temperature: logits are divided by it; more than 0.
       top_p: nucleus mass, 1.0: all.
       top_k: k likeliest tokens, -1: all.
+      forbidden_ids: tokens that are never generated.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    forbidden_ids: tuple[int, ...] = ()
 
     @classmethod
     def of_rollout(cls, rollout: RolloutConfig) -> Distribution:
@@ -61,9 +63,14 @@ class Distribution:
 
     def outside(self, scaled: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor | None:
         """(K, V) bool, True off the support of logits divided by the temperature; None where all are on it."""
+        forbidden = None
+        if self.forbidden_ids:
+            forbidden = torch.zeros(scaled.shape[-1], dtype=torch.bool, device=scaled.device)
+            forbidden[list(self.forbidden_ids)] = True
         if self.top_p >= 1.0 and not 0 < self.top_k < scaled.shape[-1]:
-            return None
-        return ~self._support(scaled, recorded)
+            return None if forbidden is None else forbidden.expand_as(scaled)
+        allowed = scaled if forbidden is None else scaled.masked_fill(forbidden, float("-inf"))
+        return ~self._support(allowed, recorded)
 
     def _support(self, scaled: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
         """(K, V) bool: the k likeliest, of those the smallest set whose mass reaches top-p, and the recorded token."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from relax_trio.train.loss import bounded_exp, row_means
+from relax_trio.train.loss import bounded_exp
 
 
 def importance_ratios(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> torch.Tensor:
@@ -34,30 +34,19 @@ def masked_weights(ratios: torch.Tensor, *, low: float, high: float) -> torch.Te
     return torch.where((ratios >= low) & (ratios <= high), ratios, torch.zeros_like(ratios))
 
 
-def kept_by_sequence(
-    logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    rows: torch.Tensor,
-    n_rows: int,
-    *,
-    delta: float,
-) -> torch.Tensor:
-    """Off-policy sequence masking: leave out bad rows that the policy has moved away from.
+def kept_by_sequence(divergence: torch.Tensor, advantages: torch.Tensor, *, delta: float) -> torch.Tensor:
+    """Off-policy sequence masking: leave out bad sequences that the policy has moved away from.
 
-        M_t = 0  where  A_t < 0  and  mean over the row of (rollout_t - logp_t) > delta,  else 1
+        M_t = 0  where  A_t < 0  and  mean over the sequence of (rollout_t - logp_t) > delta,  else 1
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556), eq. 9. The old logprobs are the engine's, so that both gaps count.
-    A sequence is a row, which is one context of a Session.
+    A sequence is a Session, see sequences.py.
 
     Args:
-      logprobs: (K,) of the policy being trained.
-      rollout_logprobs: (K,) as recorded.
+      divergence: (K,) that mean, of the sequence of each token.
       advantages: (K,).
-      rows: (K,) int64 below `n_rows`.
 
     Returns:
       (K,) bool, False where the token is left out.
     """
-    divergence = row_means(rollout_logprobs - logprobs.detach(), rows, n_rows)  # (n_rows,)
-    return ~((advantages < 0) & (divergence > delta)[rows])
+    return ~((advantages < 0) & (divergence > delta))

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from relax_trio.backend.base import AdapterWeights
 from relax_trio.config.tree import TrainConfig
 from relax_trio.errors import ConfigError, boundary
 
@@ -26,7 +27,8 @@ ADAPTER_DIR = "adapter"
 _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""How the names of all matrices begin in PEFT's files."""
 
 
 def add_adapter(model: torch.nn.Module, train: TrainConfig) -> None:
@@ -87,6 +89,17 @@ def merged(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
     return found
 
 
+def adapter_of(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> AdapterWeights:
+    """The adapter by itself.
+
+    Args:
+      tensors: as for `merged`.
+    """
+    peft_config: Any = model.peft_config
+    config = json.loads(json.dumps({**peft_config[_NAME].to_dict(), "inference_mode": True}, default=sorted))
+    return AdapterWeights(config=config, tensors=_own(tensors))
+
+
 def save_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write the adapter in PEFT's layout into `directory`, which is made.
 
@@ -97,8 +110,7 @@ def save_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], di
       OSError, SafetensorError: it could not be written.
     """
     directory.mkdir()
-    own = {_peft_name(name): t.cpu().contiguous() for name, t in tensors.items() if plain_name(name) is None}
-    save_file(own, directory / _WEIGHTS)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in _own(tensors).items()}, directory / _WEIGHTS)
     config: Any = model.peft_config
     config[_NAME].save_pretrained(directory)
 
@@ -113,7 +125,7 @@ def load_adapter(model: torch.nn.Module, directory: Path) -> None:
         saved = load_file(directory / _WEIGHTS)
         config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
         scale = config["lora_alpha"] / config["r"]
-    own = {_peft_name(name): p for name, p in model.named_parameters() if plain_name(name) is None}
+    own = _own(dict(model.named_parameters()))
     scales = {layer.scaling[_NAME] for layer in _layers(model).values()}
     if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in own.items()} or scales != {scale}:
         raise ConfigError(
@@ -138,5 +150,10 @@ def _is_linear(layer: Any) -> bool:
     return isinstance(layer.get_base_layer(), torch.nn.Linear)
 
 
+def _own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter's matrices by the names in PEFT's files."""
+    return {_peft_name(name): tensor for name, tensor in tensors.items() if plain_name(name) is None}
+
+
 def _peft_name(name: str) -> str:
-    return _PEFT_PREFIX + name.replace(f".{_NAME}.", ".")
+    return PEFT_PREFIX + name.replace(f".{_NAME}.", ".")

@@ -36,35 +36,23 @@ def bounded_exp(log_ratios: torch.Tensor) -> torch.Tensor:
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def row_means(values: torch.Tensor, rows: torch.Tensor, n_rows: int) -> torch.Tensor:
-    """Mean of the tokens of each row, (n_rows,); 0.0 for a row without any. Differentiable.
+def sequence_log_ratios(log_ratios: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    """GSPO: the logarithm of the length-normalized ratio of a whole sequence, as the ratio of each of its tokens.
 
-    Args:
-      values: (K,).
-      rows: (K,) int64, the row of each token, below `n_rows`.
-    """
-    totals = values.new_zeros(n_rows).index_add(0, rows, values)
-    counts = torch.bincount(rows, minlength=n_rows).clamp(min=1)
-    return totals / counts.to(totals)
+        s_i   = (pi(y_i) / pi_old(y_i)) ^ (1 / |y_i|) = exp(mean over the tokens t of y_i of (logp_t - old_t))
+        s_i,t = stop(s_i) * pi(t) / stop(pi(t))
 
+    `clipped_losses` of it is GSPO's loss in its token form: where all tokens of a sequence have one advantage, loss,
+    clipping and gradient are those of the sequence form; where turns or contexts have credit of their own, each token
+    is moved by its own, and one that a correction masks by none.
 
-def sequence_log_ratios(log_ratios: torch.Tensor, rows: torch.Tensor, n_rows: int) -> torch.Tensor:
-    """GSPO: the logarithm of the length-normalized ratio of a whole sequence, at each of its tokens.
-
-        s_i = (pi(y_i) / pi_old(y_i)) ^ (1 / |y_i|) = exp(mean over the tokens t of row i of (logp_t - old_t))
-
-    `clipped_losses` of it is GSPO's loss, with every token of a row at the same value.
-
-    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7. A sequence is a row, which is one context of a Session.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5, 7, 13 and 14. A sequence is a Session, see sequences.py.
 
     Args:
       log_ratios: (K,) new minus old logprob; differentiable.
-      rows: (K,) int64 below `n_rows`.
-
-    Returns:
-      (K,), the same value at all tokens of a row.
+      means: (K,) their mean over the sequence of each token.
     """
-    return row_means(log_ratios, rows, n_rows)[rows]
+    return means.detach() + (log_ratios - log_ratios.detach())
 
 
 def clipped_losses(

@@ -21,6 +21,7 @@ from relax_trio.train.loss import (
     sequence_log_ratios,
     truncated_policy_losses,
 )
+from relax_trio.train.sequences import Sequences
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.targets import Targets
 
@@ -54,8 +55,7 @@ def objective(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, s
     train = settings.train
     weights, advantages, rollout = (t.to(logprobs) for t in (targets.weights, targets.advantages, targets.rollout))
     old = logprobs.detach() if targets.old is None else targets.old.to(logprobs)
-    rows = targets.rows.to(logprobs.device)
-    token = policy_losses(logprobs, old, advantages, rows, targets.n_rows, settings)
+    token = policy_losses(logprobs, old, advantages, targets.sequences, settings)
     losses = token.losses
     sums = {
         "train/entropy": (weights * entropy.detach()).sum(),
@@ -67,12 +67,14 @@ def objective(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, s
     }
     if train.eps_clip_c is not None:
         sums["train/pg_clipfrac_dual"] = (weights * token.dual).sum()
-    kept = torch.ones_like(rows, dtype=torch.bool)
+    kept = torch.ones_like(weights, dtype=torch.bool)
     if train.corrects_gap:
         corrections, kept = _gap_corrections(importance_ratios(old, rollout), weights, sums, settings)
         losses = losses * corrections
     if train.use_opsm:
-        passed = kept_by_sequence(logprobs, rollout, advantages, rows, targets.n_rows, delta=train.opsm_delta)
+        sequences = targets.sequences
+        divergence = -sequences.means(logprobs - rollout, sequences.away_drift)
+        passed = kept_by_sequence(divergence, advantages, delta=train.opsm_delta)
         sums["train/opsm_clipfrac"] = (weights * ~passed).sum()
         losses = losses * passed
         kept = kept & passed
@@ -100,8 +102,7 @@ def policy_losses(
     logprobs: torch.Tensor,
     old: torch.Tensor,
     advantages: torch.Tensor,
-    rows: torch.Tensor,
-    n_rows: int,
+    sequences: Sequences,
     settings: TrainerSettings,
 ) -> TokenLosses:
     """The policy loss of each token by `--advantage-estimator`: CISPO's, GSPO's, or PPO's clip for all others."""
@@ -112,7 +113,7 @@ def policy_losses(
             logprobs, log_ratios, advantages, eps_low=train.eps_clip, eps_high=train.upper_clip
         )
     if settings.estimator == "gspo":
-        log_ratios = sequence_log_ratios(log_ratios, rows, n_rows)
+        log_ratios = sequence_log_ratios(log_ratios, sequences.means(log_ratios, sequences.away_ratio))
     return clipped_losses(
         log_ratios, advantages, eps_low=train.eps_clip, eps_high=train.upper_clip, dual_bound=train.eps_clip_c
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_trio.errors import ConfigError
+from relax_trio.train.images import open_images
 from relax_trio.train.lora import ADAPTER_DIR, add_adapter, load_adapter
 from relax_trio.train.policy import make_policy
 from relax_trio.train.pretrained import load_model
@@ -35,12 +36,16 @@ def open_updater(settings: TrainerSettings, hf_checkpoint: Path, resume: Path | 
         has = "has an adapter" if adapter.is_dir() else "has no adapter"
         raise ConfigError(f"checkpoint {resume} {has}: --lora-rank has to be as in the run that it is of")
     source = hf_checkpoint if resume is None or train.lora_rank is not None else resume
+    images = open_images(hf_checkpoint)
+    if images is not None and (train.lora_rank is not None or team.n > 1):
+        flag = "--trainer-processes" if train.lora_rank is None else "--lora-rank"
+        raise ConfigError(f"{flag}: a model with images is trained whole, in one process; leave the flag out")
     model = load_model(source, settings.device)
     if train.lora_rank is not None:
         add_adapter(model, train)
         if adapter is not None:
             load_adapter(model, adapter)
-    policy = make_policy(model, train)
+    policy = make_policy(model, train, images, context_len=settings.context_len)
     team.shard(policy)
     updater = Updater(policy, settings, load_reference(settings, hf_checkpoint, team), team)
     if resume is not None:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.sample import Sample
 from relax_trio.errors import TrainError
 from relax_trio.train.advantage import token_advantages
@@ -63,8 +64,10 @@ class Batch:
       advantages: (B, T) float64, 0.0 off the mask.
       weights: (B, T) float64, weight of the token in the undivided loss, see `row_weights`; 0.0 off the mask.
       rows: for each of the R rows its position among the rows that were packed.
+      sessions: for each of the R rows the logical index of its Session.
       row_lens: tokens of each of the R rows.
       is_packed: rows stand one after the other, T = sum of `row_lens`.
+      images: of each of the R rows, those behind its last trained token too; empty where no row has one.
     """
 
     ids: torch.Tensor
@@ -73,8 +76,10 @@ class Batch:
     advantages: torch.Tensor
     weights: torch.Tensor
     rows: tuple[int, ...]
+    sessions: tuple[int, ...]
     row_lens: tuple[int, ...]
     is_packed: bool = False
+    images: tuple[tuple[EncodedImage, ...], ...] = ()
 
     @property
     def token_rows(self) -> torch.Tensor:
@@ -177,7 +182,10 @@ def micro_batches(samples: Sequence[Sample], weights: Sequence[float], batching:
     lens = [_trained_len(samples[position]) for position in trained]
     put = _pack if batching.packed else _pad
     return [
-        put(samples, weights, tuple(trained[place] for place in places), tuple(lens[place] for place in places))
+        _with_images(
+            put(samples, weights, tuple(trained[place] for place in places), tuple(lens[place] for place in places)),
+            samples,
+        )
         for places in batching.bins(lens)
         if places
     ]
@@ -185,7 +193,7 @@ def micro_batches(samples: Sequence[Sample], weights: Sequence[float], batching:
 
 def idle_batch() -> Batch:
     """A micro-batch of one row without a trained token, for a process that has to take part without rows."""
-    return _empty((1, 2), (), (2,), is_packed=False)
+    return _empty((1, 2), (), (), (2,), is_packed=False)
 
 
 def check_sample(sample: Sample) -> None:
@@ -221,14 +229,14 @@ def _trained_len(sample: Sample) -> int:
 
 
 def _pad(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, ...], lens: tuple[int, ...]) -> Batch:
-    batch = _empty((len(rows), max(lens)), rows, lens, is_packed=False)
+    batch = _empty((len(rows), max(lens)), rows, _sessions(samples, rows), lens, is_packed=False)
     for b, (row, n) in enumerate(zip(rows, lens, strict=True)):
         _fill(batch, b, slice(0, n), samples[row], weights[row])
     return batch
 
 
 def _pack(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, ...], lens: tuple[int, ...]) -> Batch:
-    batch = _empty((1, sum(lens)), rows, lens, is_packed=True)
+    batch = _empty((1, sum(lens)), rows, _sessions(samples, rows), lens, is_packed=True)
     begin = 0
     for row, n in zip(rows, lens, strict=True):
         _fill(batch, 0, slice(begin, begin + n), samples[row], weights[row])
@@ -236,7 +244,18 @@ def _pack(samples: Sequence[Sample], weights: Sequence[float], rows: tuple[int, 
     return batch
 
 
-def _empty(shape: tuple[int, int], rows: tuple[int, ...], lens: tuple[int, ...], *, is_packed: bool) -> Batch:
+def _with_images(batch: Batch, samples: Sequence[Sample]) -> Batch:
+    images = tuple(samples[row].images for row in batch.rows)
+    return evolve(batch, images=images) if any(images) else batch
+
+
+def _sessions(samples: Sequence[Sample], rows: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(samples[row].index for row in rows)
+
+
+def _empty(
+    shape: tuple[int, int], rows: tuple[int, ...], sessions: tuple[int, ...], lens: tuple[int, ...], *, is_packed: bool
+) -> Batch:
     return Batch(
         ids=torch.full(shape, PAD_ID, dtype=torch.int64),
         loss_mask=torch.zeros(shape, dtype=torch.bool),
@@ -244,6 +263,7 @@ def _empty(shape: tuple[int, int], rows: tuple[int, ...], lens: tuple[int, ...],
         advantages=torch.zeros(shape, dtype=torch.float64),
         weights=torch.zeros(shape, dtype=torch.float64),
         rows=rows,
+        sessions=sessions,
         row_lens=lens,
         is_packed=is_packed,
     )

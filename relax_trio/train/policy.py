@@ -11,13 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from relax_trio.backend.rope import constant_rope_len
 from relax_trio.config.tree import TrainConfig
 from relax_trio.errors import ConfigError
 from relax_trio.train.attention import Attention, is_flash, row_kwargs, set_attention
 from relax_trio.train.head import CHUNK_ELEMENTS, Distribution, Head, find_head
+from relax_trio.train.images import ImageInputs
 from relax_trio.train.packing import Batch
 
 __all__ = ["Distribution", "Policy", "make_policy"]
@@ -30,8 +33,10 @@ class Policy:
 
     Attributes:
       model: the causal LM; its attention is changed to one that gives the same numbers.
+      rope_len: longest row for which positions mean the same in every batch, see `backend.rope`; None: any.
       packs: whether rows may stand one after the other in a batch.
       scorer: the module whose forward pass a score is.
+      images: how images enter the model; None: its rows have none.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class Policy:
         half: bool = False,
         recompute_layers: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
+        images: ImageInputs | None = None,
     ) -> None:
         """Take over a model.
 
@@ -51,6 +57,7 @@ class Policy:
           half: forward and backward passes in bfloat16 where autocast finds that safe; gradients as the weights.
           recompute_layers: keep only the inputs of layers for the backward pass.
           chunk_elements: logits alive at once, in elements.
+          images: how images enter it, where it takes some.
 
         Raises:
           ConfigError: the model's layers can't be recomputed one by one, or FlashAttention isn't there.
@@ -58,6 +65,8 @@ class Policy:
         self.model = model.eval()
         self.packs = set_attention(model, attention if half else _exact(attention))
         self._half = half
+        self.rope_len = constant_rope_len(model.config)
+        self.images = images
         self.scorer = _Scorer(model, find_head(model), chunk_elements)
         if recompute_layers:
             _recompute(model)
@@ -88,6 +97,9 @@ class Policy:
             # The last token is no input; it is the last of the last row.
             lens = (*batch.row_lens[:-1], batch.row_lens[-1] - 1)
             kwargs = {"position_ids": batch.positions[:, :-1].to(device), **row_kwargs(lens, device)}
+        if self.images is not None:
+            distribution = evolve(distribution, forbidden_ids=self.images.forbidden_ids)
+            kwargs |= self.images.of(ids[:, :-1], batch.images or [()] * len(batch.ids))
         with self._precision(device):
             scored: tuple[torch.Tensor, torch.Tensor] = self.scorer(
                 ids[:, :-1], picked, ids[:, 1:][picked], distribution, kwargs
@@ -98,19 +110,41 @@ class Policy:
         return torch.autocast(device.type, torch.bfloat16) if self._half or is_flash(self.model) else nullcontext()
 
 
-def make_policy(model: torch.nn.Module, train: TrainConfig) -> Policy:
+def make_policy(
+    model: torch.nn.Module, train: TrainConfig, images: ImageInputs | None = None, *, context_len: int | None = None
+) -> Policy:
     """The policy that the flags of training ask for.
 
+    Args:
+      images: how images enter the model, where it takes some.
+      context_len: the longest row that it has to score; None: as long as the model takes.
+
     Raises:
-      ConfigError: see `Policy`.
+      ConfigError: see `Policy`; or such a row's positions would mean something else in another batch.
     """
     attention: Any = train.attn_implementation  # its choices are those of the type
-    return Policy(
+    policy = Policy(
         model,
         attention=attention,
         half=train.train_dtype == "bfloat16",
         recompute_layers=train.gradient_checkpointing,
+        images=images,
     )
+    _require_constant_rope(policy, context_len)
+    return policy
+
+
+def _require_constant_rope(policy: Policy, context_len: int | None) -> None:
+    if policy.rope_len is None:
+        return
+    hugging_face: Any = policy.model
+    longest = context_len or hugging_face.config.get_text_config().max_position_embeddings
+    if longest > policy.rope_len:
+        raise ConfigError(
+            f"this model's rotary embeddings change with the length of what it reads beyond {policy.rope_len} tokens, "
+            "so that a row would depend on which others are in its batch; set --rollout-max-context-len to "
+            f"{policy.rope_len} or less"
+        )
 
 
 class _Scorer(torch.nn.Module):

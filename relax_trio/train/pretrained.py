@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from relax_trio.backend.checkpoint import load_causal_lm, no_progress_bars
+from relax_trio.train.images import open_images
 
 
 def default_device() -> torch.device:
@@ -22,11 +24,20 @@ def load_model(path: Path, device: torch.device) -> torch.nn.Module:
     Raises:
       ConfigError: not a checkpoint of a causal LM, unreadable, or tensors are missing or misshapen.
     """
-    model = load_causal_lm(path, torch.float32)
+    model = load_causal_lm(path, torch.float32, with_images=open_images(path) is not None)
     for parameter in model.parameters():
         # Fresh memory: kernels may round differently by alignment, and loaded weights can lie anywhere in a file.
         parameter.data = parameter.data.to(device, copy=True)
     return model.to(device)
+
+
+def checkpoint_names(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Parameters by the names of the checkpoint that `model` was loaded from. Models with images have others inside."""
+    if getattr(model.config, "vision_config", None) is None:
+        return tensors
+    hugging_face: Any = model
+    renamed: Mapping[str, torch.Tensor] = revert_weight_conversion(hugging_face, dict(tensors))
+    return renamed
 
 
 def save_model(model: torch.nn.Module, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 import trio
 from attrs import define, field
-from safetensors.torch import load_file
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.data.json import JsonObject
@@ -34,6 +33,7 @@ from relax_trio.train.base import version_of
 from relax_trio.train.commands import LENGTH, Done, Failed, Job
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.stats import PhaseResult
+from relax_trio.train.weights import read_source
 
 STRAGGLER_S = 30.0
 """How long the others may take to fail too, once one process has failed."""
@@ -240,7 +240,7 @@ class ProcessTrainer:
         first = replies[0]
         self._n_phases = first.n_phases
         if isinstance(first, Done) and first.weights is not None:
-            self._weights = WeightSource(tensors=load_file(first.weights))
+            self._weights = read_source(first.weights)
             first.weights.unlink()  # what was loaded stays readable
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from relax_trio.data.json import JsonObject
@@ -33,6 +32,7 @@ from relax_trio.train.resume import read_companions, save_updater
 from relax_trio.train.stats import PhaseResult
 from relax_trio.train.team import ALONE, Team
 from relax_trio.train.update import Updater
+from relax_trio.train.weights import write_source
 
 
 class _Stopped(Exception):
@@ -120,12 +120,11 @@ class _Rank:
 
     def publish(self) -> Path | None:
         """Write the weights of now for the engine, who removes the file."""
-        tensors = self._updater.weights.tensors
-        if self._updater.team.rank or tensors is None:
+        if self._updater.team.rank:
             return None
         self._n_published += 1
         path = self._job.scratch / f"weights-{self._n_published}.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+        write_source(self._updater.weights, path)
         return path
 
     @property

@@ -10,13 +10,14 @@ import torch
 from attrs import evolve
 
 from relax_trio.data.sample import Sample
+from relax_trio.train.images import open_images
 from relax_trio.train.packing import MicroBatching, micro_batches
 from relax_trio.train.policy import Distribution, Policy
 from relax_trio.train.pretrained import default_device, load_model
 
 
 def recompute_logprobs(
-    model_or_checkpoint: torch.nn.Module | Path,
+    model_or_checkpoint: torch.nn.Module | Policy | Path,
     samples: Sequence[Sample],
     *,
     temperature: float,
@@ -27,7 +28,8 @@ def recompute_logprobs(
     """Compute the logprob of every trained token anew, without gradients. Blocking; for a worker thread.
 
     Args:
-      model_or_checkpoint: a causal LM (left in evaluation mode), or a checkpoint directory, loaded in float32.
+      model_or_checkpoint: a causal LM (left in evaluation mode), a policy, or a checkpoint directory, which is loaded
+        in float32.
       samples: the rows; their `advantage` isn't looked at.
       temperature, top_p, top_k: as the rollout sampled; temperature 0 means the plain softmax, as in rollout.
       micro_batch_size: rows per forward pass.
@@ -40,7 +42,10 @@ def recompute_logprobs(
       TrainError: a row's lengths disagree.
     """
     given = model_or_checkpoint
-    policy = Policy(load_model(given, default_device()) if isinstance(given, Path) else given)
+    if isinstance(given, Path):
+        policy = Policy(load_model(given, default_device()), images=open_images(given))
+    else:
+        policy = given if isinstance(given, Policy) else Policy(given)
     greedy = temperature == 0
     distribution = Distribution() if greedy else Distribution(temperature=temperature, top_p=top_p, top_k=top_k)
     rows = [evolve(sample, advantage=0.0) for sample in samples]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
+from relax_trio.train.images import open_images
 from relax_trio.train.packing import Batch, idle_batch
 from relax_trio.train.policy import Distribution, Policy, make_policy
 from relax_trio.train.pretrained import load_model
@@ -57,6 +58,6 @@ def load_reference(settings: TrainerSettings, hf_checkpoint: Path, team: Team = 
     if not settings.train.needs_reference:
         return None
     model = load_model(settings.train.ref_load or hf_checkpoint, settings.device).requires_grad_(False)
-    policy = make_policy(model, settings.train)
+    policy = make_policy(model, settings.train, open_images(hf_checkpoint), context_len=settings.context_len)
     team.shard(policy)
     return Reference(policy, settings.distribution, team)

@@ -22,6 +22,8 @@ class TrainerSettings:
       n_total: optimizer steps of the whole run, for a decay; None with the constant schedule.
       device: where the model is trained.
       estimator: `--advantage-estimator`.
+      shares_gpu: between phases somebody else needs the GPU's memory, see offload.py.
+      context_len: `--rollout-max-context-len`, the longest row; None: as long as the model takes.
       token_budget: tokens that the loss of a Session is divided by with `dr_grpo`.
     """
 
@@ -32,6 +34,8 @@ class TrainerSettings:
     device: torch.device = field(factory=default_device)
     estimator: str = "grpo"
     token_budget: int = 1024
+    context_len: int | None = None
+    shares_gpu: bool = False
 
     def __attrs_post_init__(self) -> None:
         learning_rate(self.train, self.train.lr_warmup_iters, self.n_total)  # refuses a decay without an end
@@ -60,4 +64,6 @@ class TrainerSettings:
             n_total=None if n_steps is None else n_optimizer_steps(config.rollout, config.train, n_steps),
             estimator=config.reward.advantage_estimator,
             token_budget=config.rollout.rollout_max_response_len,
+            context_len=config.rollout.rollout_max_context_len,
+            shares_gpu=config.backend.colocate,
         )

@@ -207,11 +207,7 @@ def staleness(samples: Sequence[Sample], n_phases: int) -> Moments:
         for span in sample.weight_versions:
             if span.n_tokens and span.version.isdecimal():
                 age = float(n_phases - int(span.version))
-                moments.join(
-                    Moments(
-                        n=span.n_tokens, total=age * span.n_tokens, squares=age * age * span.n_tokens, low=age, high=age
-                    )
-                )
+                moments.join(Moments(n=span.n_tokens, mean=age, low=age, high=age))
     return moments
 
 

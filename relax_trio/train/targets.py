@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from attrs import define
 
-from relax_trio.train.advantage import Moments, shaped_advantages, whitened
+from relax_trio.train.advantage import Moments, return_kl, whitened
 from relax_trio.train.kl import kl_estimate
 from relax_trio.train.packing import Batch
+from relax_trio.train.sequences import Sequences, make_sequences
 from relax_trio.train.settings import TrainerSettings
 
 
@@ -26,8 +27,7 @@ class Targets:
       rollout: (K,) logprobs as recorded.
       advantages: (K,), shaped and whitened where the settings say so.
       weights: (K,) in the undivided loss, see `packing.row_weights`.
-      rows: (K,) int64, the row of each token, below `n_rows`.
-      n_rows: rows of the micro-batch.
+      sequences: the Sessions of the tokens.
       old: (K,) logprobs of the old policy; None: those of the policy itself, whose weights haven't changed since.
       ref: (K,) logprobs of the reference; None without one.
     """
@@ -36,8 +36,7 @@ class Targets:
     rollout: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
-    rows: torch.Tensor
-    n_rows: int
+    sequences: Sequences
     old: torch.Tensor | None = None
     ref: torch.Tensor | None = None
 
@@ -52,13 +51,13 @@ def make_targets(
     """Make the targets of one optimizer batch, in the order of its micro-batches.
 
     Args:
-      batches: all micro-batches of the optimizer batch, where advantages are whitened; else any of them.
+      batches: all micro-batches of the optimizer batch, where advantages are whitened; else of any of its Sessions.
       settings: estimator, old policy, KL, whitening.
       own: (K,) logprobs of the policy under the weights that the rows met, for each micro-batch. Needed where those
         weights will have changed, or where returns are shaped by the KL of a recomputed old policy.
       ref: (K,) logprobs of the reference, for each micro-batch.
     """
-    targets = [_flat(batch) for batch in batches]
+    targets = [_flat(batch, sequences) for batch, sequences in zip(batches, make_sequences(batches), strict=True)]
     for position, target in enumerate(targets):
         if settings.train.takes_rollout_logprobs:
             target.old = target.rollout
@@ -66,8 +65,8 @@ def make_targets(
             target.old = own[position].double().cpu()
         if ref is not None:
             target.ref = ref[position].double().cpu()
-        if settings.train.kl_coef:
-            target.advantages = _shaped(target, settings)
+    if settings.train.kl_coef:
+        _shape(targets, settings)
     if settings.train.normalize_advantages:
         moments = advantage_moments(targets)
         for target in targets:
@@ -83,25 +82,34 @@ def advantage_moments(targets: Sequence[Targets]) -> Moments:
     return moments
 
 
-def _flat(batch: Batch) -> Targets:
+def _flat(batch: Batch, sequences: Sequences) -> Targets:
     mask = batch.loss_mask
     return Targets(
         batch=batch,
         rollout=batch.rollout_logprobs[mask],
         advantages=batch.advantages[mask],
         weights=batch.weights[mask],
-        rows=batch.token_rows,
-        n_rows=len(batch.rows),
+        sequences=sequences,
     )
 
 
-def _shaped(target: Targets, settings: TrainerSettings) -> torch.Tensor:
-    assert target.old is not None, "the KL in returns is that of the old policy"
-    assert target.ref is not None, "the KL in returns is to the reference"
-    return shaped_advantages(
-        target.advantages,
-        kl_estimate(target.old, target.ref, settings.train.kl_estimator),
-        target.rows,
-        estimator=settings.estimator,
-        kl_coef=settings.train.kl_coef,
-    )
+def _shape(targets: Sequence[Targets], settings: TrainerSettings) -> None:
+    """Take the KL to the reference from the advantages, row by row in the order that the rows were handed over in."""
+    of_row: dict[int, tuple[int, torch.Tensor]] = {}
+    for target in targets:
+        assert target.old is not None, "the KL in returns is that of the old policy"
+        assert target.ref is not None, "the KL in returns is to the reference"
+        kl = kl_estimate(target.old, target.ref, settings.train.kl_estimator)
+        parts = torch.split(kl, _tokens_of_rows(target.batch))
+        of_row.update(zip(target.batch.rows, zip(target.batch.sessions, parts, strict=True), strict=True))
+    rows = sorted(of_row)
+    kl_of_row = return_kl([of_row[row][1] for row in rows], [of_row[row][0] for row in rows], settings.estimator)
+    taken = dict(zip(rows, kl_of_row, strict=True))
+    for target in targets:
+        whole = torch.cat([target.advantages[:0], *(taken[row] for row in target.batch.rows)])
+        target.advantages = target.advantages - settings.train.kl_coef * whole
+
+
+def _tokens_of_rows(batch: Batch) -> list[int]:
+    """Trained tokens of each row of a micro-batch."""
+    return torch.bincount(batch.token_rows, minlength=len(batch.rows)).tolist()

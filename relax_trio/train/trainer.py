@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.data.json import JsonObject
@@ -20,6 +20,7 @@ from relax_trio.sync.cpu import CpuPool, ThreadCpuPool
 from relax_trio.train.base import Trainer, version_of
 from relax_trio.train.opening import open_updater
 from relax_trio.train.phase import OpenPhase, run_phase
+from relax_trio.train.pretrained import checkpoint_names
 from relax_trio.train.resume import read_companions, save_updater
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.stats import PhaseResult
@@ -87,7 +88,10 @@ class TorchTrainer:
 
     def weights(self) -> WeightSource:
         """See `Trainer.weights`. The same copy until the next phase ends."""
-        return self._updater.weights
+        source = self._updater.weights
+        assert source.tensors is not None, "a snapshot has tensors"
+        named = checkpoint_names(self._updater.policy.model, source.tensors)
+        return source if named is source.tensors else evolve(source, tensors=named)
 
     async def save(self, directory: Path, state: JsonObject) -> Path:
         """See `Trainer.save`. Cancellation: once begun, waits for the writing (seconds per GB of weights)."""

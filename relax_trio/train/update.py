@@ -12,18 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from relax_trio.errors import TrainError
 from relax_trio.train.objective import objective
+from relax_trio.train.offload import park, parked, unpark
 from relax_trio.train.packing import Batch, MicroBatching, idle_batch
 from relax_trio.train.policy import Policy
 from relax_trio.train.reference import Reference
 from relax_trio.train.schedule import learning_rate
+from relax_trio.train.sequences import tell_away
 from relax_trio.train.settings import TrainerSettings
 from relax_trio.train.stats import OptimizerStep, StepStats
 from relax_trio.train.targets import Targets
 from relax_trio.train.team import ALONE, Team
 from relax_trio.train.weights import put_back, snapshot, undo_point
+
+_CPU = torch.device("cpu")
 
 
 class Updater:
@@ -49,8 +54,7 @@ class Updater:
         self.settings = settings
         self.n_phases = 0
         self.n_steps = 0
-        self.weights = snapshot(policy.model)
-        self._undo_point = undo_point(policy.model, self.weights)
+        self._publish()
         self.in_phase = False
         self._before: dict[str, Any] | None = None  # what undoing the open phase needs, from its first step on
         self._parameters = [p for p in policy.model.parameters() if p.requires_grad]
@@ -64,6 +68,8 @@ class Updater:
             betas=(train.adam_beta1, train.adam_beta2),
             eps=train.adam_eps,
         )
+        if settings.shares_gpu:
+            park(self._optimizer, _CPU)
 
     # --- one optimizer step -------------------------------------------------------------------------------------
 
@@ -75,6 +81,7 @@ class Updater:
           stats: gets sums, gap and ratio; not the normalizer and the divisor.
           check_stop: raises to give up; asked before each micro-batch.
         """
+        self._look_around(targets, check_stop)
         own = StepStats()
         for target in self.team.rounds(targets):
             check_stop()
@@ -127,14 +134,14 @@ class Updater:
         """From here on optimizer steps can be made, and undone."""
         assert not self.in_phase, "one phase at a time"
         self.in_phase = True
+        if self.settings.shares_gpu:
+            unpark(self._optimizer)
 
     def end_phase(self) -> None:
         """Count the phase; `weights` become those of now."""
-        self.weights = snapshot(self.policy.model)
-        self._undo_point = undo_point(self.policy.model, self.weights)
+        self._publish()
         self.n_phases += 1
-        self._before = None
-        self.in_phase = False
+        self._leave_phase()
 
     def undo_phase(self) -> None:
         """Make model, optimizer and counters what they were at `begin_phase`."""
@@ -143,8 +150,19 @@ class Updater:
             put_back(self.policy.model, self._undo_point)
             self._optimizer.load_state_dict(self._before["optimizer"])
             self.n_steps = self._before["n_steps"]
+        self._leave_phase()
+
+    def _publish(self) -> None:
+        self.weights = snapshot(self.policy.model)
+        if self.settings.shares_gpu and self.weights.tensors is not None:
+            self.weights = evolve(self.weights, tensors=parked(self.weights.tensors, _CPU))
+        self._undo_point = undo_point(self.policy.model, self.weights)
+
+    def _leave_phase(self) -> None:
         self._before = None
         self.in_phase = False
+        if self.settings.shares_gpu:
+            park(self._optimizer, _CPU)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -167,6 +185,8 @@ class Updater:
                 raise ValueError("the optimizer's tensors don't have the model's shapes")
         self.n_phases = int(state["n_phases"])
         self.n_steps = int(state["n_steps"])
+        if self.settings.shares_gpu:
+            park(self._optimizer, _CPU)
 
     def _own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state with this process's shards in place of whole tensors."""
@@ -192,6 +212,23 @@ class Updater:
         result = objective(logprobs, entropy, targets, self.settings)
         result.loss.backward()  # type: ignore[no-untyped-call]
         stats.add(result.sums, result.gap, result.ratios)
+
+    def _look_around(self, targets: Sequence[Targets], check_stop: Callable[[], None]) -> None:
+        """Where the loss looks at whole Sessions: score those that lie in several micro-batches once more before."""
+        train = self.settings.train
+        divided = [target for target in targets if target.sequences.is_divided]
+        by_ratio = self.settings.estimator == "gspo" and any(target.old is not None for target in divided)
+        if not by_ratio and not (divided and train.use_opsm):
+            return
+        scored = self.score([target.batch for target in divided], check_stop)
+        news = [logprobs.double().cpu() for logprobs in scored]
+        # Without old logprobs the policy is its own old one: every ratio is 1.
+        olds = [new if target.old is None else target.old for target, new in zip(divided, news, strict=True)]
+        tell_away(
+            [target.sequences for target in divided],
+            [new - old for new, old in zip(news, olds, strict=True)],
+            [new - target.rollout for new, target in zip(news, divided, strict=True)],
+        )
 
     def _idle(self) -> None:
         """Take part in the other processes' forward and backward passes, adding nothing."""

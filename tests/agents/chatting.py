@@ -1,6 +1,7 @@
 """An agent for tests: TURNS model calls; hangs with children on rows from HANG_FROM on; fails with FAIL=1.
 
-Turns have MAX_TOKENS tokens at most, and as many more for each of the row's number modulo SPREAD.
+Turns have MAX_TOKENS tokens at most, and as many more for each of the row's number modulo SPREAD. Before each model
+call the row's number goes as a line into the FIFO TELL, where one is named.
 """
 
 import http.client
@@ -26,6 +27,9 @@ def main():
     for turn in range(int(os.environ.get("TURNS", "1"))):
         if turn:
             messages.append({"role": "user", "content": "Go on."})
+        if "TELL" in os.environ:
+            with open(os.environ["TELL"], "w", encoding="ascii") as fifo:
+                fifo.write(f"{task['metadata']['row']}\n")
         body = {"messages": messages, "max_completion_tokens": most}
         connection.request("POST", base.path + "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()

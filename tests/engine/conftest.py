@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders_sglang import RealServer, require_sglang, served_checkpoint
+from builders_adapter import LORA_FLAGS
+from builders_sglang import RealServer, require_sglang, require_spans, served_checkpoint, tells_spans
 from builders_train import write_checkpoint
 
 
@@ -30,5 +31,35 @@ def sglang_server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sglang")
     checkpoint = served_checkpoint(directory / "model")
     server = RealServer(checkpoint, directory / "server.log")
-    yield checkpoint, server.url
-    server.stop()
+    try:
+        server.wait_ready()
+        yield checkpoint, server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server_tells_spans(sglang_server):
+    """Whether the server tells the version of each token; an older one names one for a whole answer."""
+    return tells_spans(sglang_server[1])
+
+
+@pytest.fixture(scope="session")
+def span_server(sglang_server):
+    """`sglang_server`, and a skip where weights never change under an attempt on it."""
+    require_spans(sglang_server[1])
+    return sglang_server
+
+
+@pytest.fixture(scope="session")
+def lora_server(tmp_path_factory):
+    """A checkpoint, and the URL of a real server that began with it and takes adapters; one for all tests."""
+    require_sglang()
+    directory = tmp_path_factory.mktemp("lora")
+    checkpoint = served_checkpoint(directory / "model")
+    server = RealServer(checkpoint, directory / "server.log", *LORA_FLAGS)
+    try:
+        server.wait_ready()
+        yield checkpoint, server.url
+    finally:
+        server.stop()

@@ -69,20 +69,43 @@ def trained(samples, columns):
     ("estimator", "per_token"), [(e, False) for e in ESTIMATORS] + [("grpo", True), ("cispo", True)]
 )
 def test_fan_out_leaves_the_gradient_of_a_model_as_it_was(estimator, per_token):
-    """Sequences of one policy: their ratio is 1. Off the policy the token losses are as invariant (unit tests)."""
+    """Off the policy, with what looks at whole sequences, and with contexts of a Session in several micro-batches."""
     model = tiny_model().double()
-    sampled = rollout(model, 4)
-    samples = [evolve(s, index=i) for i, s in enumerate(sampled if estimator == "gspo" else off_policy(sampled))]
+    samples = [evolve(s, index=i) for i, s in enumerate(off_policy(rollout(model, 5)))]
     flags = {"estimator": estimator, "calculate_per_token_loss": per_token, "normalize_advantages": True}
-    whole, _ = flat_gradient(Policy(model), samples, **flags)
+    flags |= {"use_opsm": True, "opsm_delta": 0.0}
+    whole, metrics = flat_gradient(Policy(model), samples, **flags)
+    assert 0 < metrics["train/opsm_clipfrac"] < 1
     parts = []
     for s in samples:
         bounds = [0, s.response_length // 3, s.response_length // 2, s.response_length]
         for first, last in pairwise(bounds):
             mask = [int(m and first <= t < last) for t, m in enumerate(s.loss_mask)]
             parts.append(evolve(s, loss_mask=bytearray(mask)))
-    split, _ = flat_gradient(Policy(model), parts, **flags)
-    assert relative(split, whole) < 1e-6
+    for size in (1, 100):
+        split, split_metrics = flat_gradient(Policy(model), parts, micro_batch_size=size, **flags)
+        assert relative(split, whole) < 1e-6
+        assert split_metrics["train/opsm_clipfrac"] == pytest.approx(metrics["train/opsm_clipfrac"])
+        assert split_metrics["train/loss"] == pytest.approx(metrics["train/loss"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "n_scored"),
+    [
+        ({"estimator": "gspo"}, 100, 0),  # every Session is in one micro-batch
+        ({"estimator": "gspo"}, 1, 6),
+        ({"estimator": "gspo", "use_rollout_logprobs": False}, 1, 0),  # on its own policy every ratio is 1
+        ({"estimator": "gspo", "use_rollout_logprobs": False, "use_opsm": True}, 1, 6),
+        ({"estimator": "grpo", "use_opsm": True}, 1, 6),
+        ({"estimator": "grpo"}, 1, 0),
+    ],
+)
+def test_only_sessions_in_several_micro_batches_are_scored_before(monkeypatch, flags, size, n_scored):
+    seen, real = [], Reference.score
+    monkeypatch.setattr(Reference, "score", lambda self, b, stop: seen.extend(b) or real(self, b, stop))
+    model = tiny_model()
+    flat_gradient(Policy(model), off_policy(rollout(model, 6)), micro_batch_size=size, **flags)
+    assert len(seen) == n_scored
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -199,11 +222,12 @@ def test_returns_are_shaped_by_the_kl_of_the_old_policy_and_then_whitened_over_t
         seen = record_targets(monkeypatch)
         flags = {"kl_coef": 0.3, "use_rollout_logprobs": recorded, "micro_batch_size": 2, "lr": 0.0, **PLUS}
         metrics = run_phase(with_reference(model, reference, **flags), samples, go_on).metrics
-        raw = []
-        for s, mine, theirs in zip(samples, own, ref, strict=True):
+        raw, behind = [], {}
+        for s, mine, theirs in reversed(list(zip(samples, own, ref, strict=True))):
             old = s.rollout_log_probs if recorded else mine
             kl = [o - r for o, r, m in zip(old, theirs, s.loss_mask, strict=True) if m]
-            raw += [s.advantage - 0.3 * math.fsum(kl[t:]) for t in range(len(kl))]
+            raw += [s.advantage - 0.3 * (math.fsum(kl[t:]) + behind.get(s.index, 0.0)) for t in range(len(kl))]
+            behind[s.index] = behind.get(s.index, 0.0) + math.fsum(kl)  # what its later contexts have cost
         tensor = torch.tensor(raw, dtype=torch.float64)
         expected = (tensor - tensor.mean()) / (tensor.var() + 1e-8).sqrt()
         found = [value for targets in seen for value in targets.advantages.tolist()]

@@ -5,6 +5,8 @@ SGLang twice in the recorded words of two versions, and, where an environment ha
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import trio
 import trio.testing
@@ -64,11 +66,13 @@ async def backend(kind, request, checkpoint, tmp_path):
         yield FakeBackend(lambda _: ids, tokens_per_s=1000.0, max_context_len=CONTEXT_LEN, vocab_len=VOCAB_LEN)
     elif kind == "sglang":
         served, url = request.getfixturevalue("sglang_server")
-        yield backend_on(served, tmp_path, url, start_timeout_s=300, vocab_len=SERVED_VOCAB_LEN)
+        pause = "retract" if request.getfixturevalue("server_tells_spans") else None
+        yield backend_on(served, tmp_path, url, start_timeout_s=300, vocab_len=SERVED_VOCAB_LEN, pause=pause)
     else:
         async with wire_server(kind.split()[1], context_len=CONTEXT_LEN + 6) as server:
-            yield backend_on(checkpoint, tmp_path, server.url, vocab_len=VOCAB_LEN)
-            assert server.stale_hits == 0
+            pause = None if server.is_old else "retract"
+            yield backend_on(checkpoint, tmp_path, server.url, vocab_len=VOCAB_LEN, pause=pause)
+            assert (server.stale_hits, server.n_lost_aborts, server.paused) == (0, 0, None)
 
 
 @pytest.fixture
@@ -215,3 +219,117 @@ async def test_an_update_without_weights_is_refused_and_the_old_version_stays(ba
             await backend.update_weights("v2", WeightSource())
         assert backend.weight_version == before
         await backend.generate(make_attempt([1], max_new_tokens=1))
+
+
+# --- pauses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pausing(kind, backend, request):
+    """A backend whose attempts can be paused."""
+    is_old = kind == "sglang" and not request.getfixturevalue("server_tells_spans")
+    if is_old or kind in ("embedded", f"sglang {VERSIONS[0]}"):
+        assert backend.pausing is None
+        pytest.skip("its attempts can't be paused")
+    return backend
+
+
+@contextlib.asynccontextmanager
+async def one_under_way(backend, results, **fields):
+    """An attempt of LONG tokens that has begun; its result, once it is there, is put into `results`."""
+
+    async def call():
+        results.append(await backend.generate(make_attempt([5, 6], **{"max_new_tokens": LONG, **fields})))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await trio.sleep(0.03)
+        yield nursery
+
+
+async def test_a_paused_attempt_stays_where_it_is_and_says_what_an_unbroken_one_does(pausing):
+    async with serving(pausing) as backend:
+        results = []
+        with trio.fail_after(120):
+            async with one_under_way(backend, results, temperature=0.0):
+                await backend.pausing.pause()
+                await backend.pausing.pause()
+                await trio.sleep(0.2)
+                assert not results
+                await backend.pausing.resume()
+                await backend.pausing.resume()
+            unbroken = await backend.generate(
+                make_attempt([5, 6], session="other", max_new_tokens=LONG, temperature=0.0)
+            )
+        assert [*results[0].token_ids] == [*unbroken.token_ids]
+        assert results[0].finish == unbroken.finish
+
+
+async def test_weights_change_under_a_paused_attempt_and_its_spans_tell(pausing, source):
+    async with serving(pausing) as backend:
+        results, before = [], backend.weight_version
+        with trio.fail_after(120):
+            async with one_under_way(backend, results, temperature=0.0):
+                await backend.pausing.pause()
+                await backend.update_weights("v2", source)
+                assert backend.weight_version == "v2"
+                await trio.sleep(0.05)
+                assert not results, "an update leaves the pause as it is"
+                await backend.pausing.resume()
+        (result,) = results
+        assert {span.version for span in result.versions} <= {before, "v2"}
+        assert result.versions[-1].version == "v2"
+
+
+async def test_an_attempt_that_comes_in_a_pause_begins_after_it(pausing):
+    async with serving(pausing) as backend:
+        await backend.pausing.pause()
+        results = []
+        with trio.fail_after(120):
+            async with one_under_way(backend, results, max_new_tokens=2):
+                await trio.sleep(0.1)
+                assert not results
+                await backend.pausing.resume()
+        assert len(results[0].token_ids) == 2
+
+
+async def test_an_abort_in_a_pause_brings_back_what_there_is_at_its_end(pausing):
+    async with serving(pausing) as backend:
+        results = []
+        with trio.fail_after(120):
+            async with one_under_way(backend, results, rid="x", temperature=0.0):
+                await backend.pausing.pause()
+                await backend.abort("x")
+                await trio.sleep(0.1)
+                await backend.pausing.resume()
+        assert results[0].finish == "abort"
+        assert len(results[0].token_ids) < LONG
+
+
+async def test_a_caller_that_goes_away_in_a_pause_leaves_at_once_and_nothing_behind(pausing):
+    async with serving(pausing) as backend:
+        with trio.fail_after(120):
+            async with one_under_way(backend, [], rid="gone") as nursery:
+                await backend.pausing.pause()
+                nursery.cancel_scope.cancel(reason="gone")
+            await backend.pausing.resume()
+            await backend.generate(make_attempt([1, 2], rid="gone", max_new_tokens=3))
+            while backend.load().n_running:  # noqa: ASYNC110 - what is told of it is a snapshot
+                await trio.sleep(0.01)
+
+
+async def test_the_end_of_run_in_a_pause_ends_attempts_and_hangs_nothing(pausing):
+    failures = []
+
+    async def lose():
+        try:
+            await pausing.generate(make_attempt([1, 2], max_new_tokens=LONG))
+        except BackendUnavailable as exc:
+            failures.append(exc)
+
+    with trio.fail_after(120):
+        async with trio.open_nursery() as callers, serving(pausing) as backend:
+            callers.start_soon(lose)
+            await trio.sleep(0.05)
+            await backend.pausing.pause()
+    assert len(failures) == 1

@@ -13,6 +13,7 @@ from builders_train import CPU, off_policy, relative, rollout, same_tensors, set
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from relax_trio.backend.sglang.adapters import write_adapter
 from relax_trio.errors import ConfigError
 from relax_trio.sync.cpu import InlineCpuPool
 from relax_trio.train.checkpoint import find_latest, write_checkpoint
@@ -24,6 +25,7 @@ from relax_trio.train.pretrained import load_model
 from relax_trio.train.resume import make_payload, read_companions, write_payload
 from relax_trio.train.trainer import open_trainer
 from relax_trio.train.update import Updater
+from relax_trio.train.weights import read_source, write_source
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_torch_thread")]
 
@@ -60,6 +62,23 @@ def test_only_the_adapter_is_trained_and_what_is_published_is_the_adapted_model(
     with torch.no_grad():
         torch.testing.assert_close(logits_of(updater.weights.tensors, ids), model(ids).logits, rtol=1e-4, atol=1e-5)
         assert relative(model(ids).logits, tiny_model()(ids).logits) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own
+def test_the_adapter_by_itself_on_the_first_weights_is_the_adapted_model_and_outlives_a_file(tmp_path):
+    updater = adapted()
+    for _ in range(2):
+        run_phase(updater, off_policy(rollout(tiny_model(), 6)), lambda: None)
+    write_source(updater.weights, tmp_path / "weights.safetensors")
+    source = read_source(tmp_path / "weights.safetensors")
+    (tmp_path / "weights.safetensors").unlink()
+    assert same_tensors(source, updater.weights)
+    assert source.adapter.config == updater.weights.adapter.config
+    write_adapter(source.adapter, tmp_path / "adapter")
+    by_peft = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(by_peft(ids).logits, updater.policy.model(ids).logits)
 
 
 def test_the_gradient_of_the_adapter_is_that_of_the_weights_it_adds_to():

@@ -230,14 +230,31 @@ async def test_a_learning_rate_of_zero_changes_no_bit(checkpoint):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_weight_decay_shrinks_matrices_and_leaves_norm_scales_alone():
+    model = tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    samples = [evolve(sample, advantage=0.0) for sample in rollout(model, 2)]  # no gradient
+    run_phase(Updater(Policy(model), settings(lr=0.1, weight_decay=0.5)), samples, lambda: None)
+    for name, parameter in model.named_parameters():
+        kept = 1.0 if parameter.dim() < 2 else 1.0 - 0.1 * 0.5
+        assert torch.allclose(parameter, before[name] * kept), name
+
+
 async def test_clip_grad_bounds_the_gradient_and_tells_its_norm_before(checkpoint):
     model = tiny_model()
     samples = rollout(model, 6)
     gradient, _ = gradient_of(model, samples)
     for clip in (0.0, 1e-3):
         updater = Updater(Policy(tiny_model()), settings(clip_grad=clip))
+        applied = []
+        updater._optimizer.register_step_pre_hook(
+            lambda optimizer, *_, applied=applied: applied.extend(
+                p.grad.norm() for group in optimizer.param_groups for p in group["params"]
+            )
+        )
         metrics = run_phase(updater, samples, lambda: None).metrics
         assert metrics["train/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
+        assert float(torch.stack(applied).norm()) == pytest.approx(clip or float(gradient.norm()), rel=1e-2)
 
 
 async def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(checkpoint, events):

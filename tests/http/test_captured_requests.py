@@ -8,9 +8,9 @@ from builders_served import body_of, open_served, status_of
 from builders_wire import CAPTURES
 
 NOT_SERVED = {
-    "openai-sdk/005": (400, "messages[0].content[1]", "images aren't served yet"),
-    "openai-sdk/033": (400, "input[1].content[1]", "images aren't served yet"),
-    "anthropic-sdk/004": (400, None, "messages[0].content[1] is an image"),
+    "openai-sdk/005": (400, None, "this checkpoint takes no images"),
+    "openai-sdk/033": (400, None, "this checkpoint takes no images"),
+    "anthropic-sdk/004": (400, None, "this checkpoint takes no images"),
     "openai-sdk/032": (400, "previous_response_id", "send the complete input"),
     "openai-sdk/036": (404, None, "/v1/chat/completions"),
     "openai-sdk/037": (404, None, "/v1/chat/completions"),

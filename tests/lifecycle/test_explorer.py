@@ -51,6 +51,8 @@ SHOWN = {
     "drop_in_the_barrier": ("group.dropped", {"group": "G0", "reason": "the scenario's"}),
     "prelaunch_across_a_step": ("accounting_end", {"rollout": 0, "prepared": 1}),
     "partial_pause": ("session.completed", {"place": "G1/0"}),
+    "paused_between_steps": ("attempts.paused", {"attempts": 2}),
+    "paused_but_for_evaluation": ("attempts.paused", {"attempts": 1}),
     "line_of_admission": ("pools.lost", {"waiting": 3, "reserved": 83}),
     "abort_at_the_exact_budget": ("session.completed", {"place": "G2/0"}),
     "lost_abort": ("attempt.abort_timeout", {"rid": "G1/0-0.r1.1"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -57,9 +58,37 @@ async def test_steps_train_update_save_and_evaluate_in_their_order(autojump_cloc
         assert (step["perf/rollout_time"], step["perf/train_time"]) == (3.0, 1.0)
         assert step["perf/train_tokens_per_s"] > 0
         assert step["perf/peak_memory_gib"] > 0.01
+    assert ["perf/save_time" in step for step in read_metrics(tmp_path)] == [False, False, True], (
+        "in the step behind it"
+    )
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert [(e["n_steps"], e["eval/held"]) for e in evals] == [(0, 1.0), (2, 1.0), (3, 1.0)]
     assert [state["rollout_id"] for _, state in loop.trainer.saves] == [2, 3]
+
+
+async def test_the_engines_memory_is_the_trainers_from_the_phase_to_the_new_weights_and_nowhere_else(
+    autojump_clock, tmp_path
+):
+    lent = []
+
+    @asynccontextmanager
+    async def lend_memory():
+        assert loop.trainer.weight_version == str(len(lent)), "before the phase"
+        since = trio.current_time()
+        yield
+        lent.append((since, trio.current_time()))
+        assert work.shared.backend.weight_version == loop.trainer.weight_version == str(len(lent)), "after the update"
+
+    async with open_work() as work:
+        loop = make_loop(work, tmp_path, n_steps=2, eval_interval=1)
+        loop.lend_memory = lend_memory
+        await loop.run()
+    assert [until - since for since, until in lent] == [1.0, 1.0]
+    calls = work.shared.backend.calls
+    generated = [call.at for call in calls if call.name == "generate"]
+    assert not [at for at in generated for since, until in lent if since < at < until]
+    updates = [call.at for call in calls if call.name == "update_weights"]
+    assert updates == [until for _, until in lent]
 
 
 async def test_the_state_of_a_checkpoint_goes_on_where_its_step_ended(autojump_clock, tmp_path):

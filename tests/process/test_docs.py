@@ -97,7 +97,9 @@ def test_every_flag_that_docs_name_exists():
     own |= {"--tokenizer", "--write", "--rows"}
     own |= {"--tool-call-parser", "--reasoning-parser", "--tools", "--json"}  # of relax-trio parse
     own |= {"--rollout"}  # of relax-trio replay
-    own |= {"--tp-size", "--enable-metrics"}  # of SGLang, as are all that begin with --sglang- and are not in the list
+    own |= {"--tp-size", "--enable-metrics", "--watchdog-timeout"}  # of SGLang, as are --sglang-… not in the list
+    own |= {"--enable-lora", "--max-lora-rank", "--max-loras-per-batch", "--enable-memory-saver"}
+    own |= {"--dp-size", "--pp-size"}
     for page in PAGES:
         if page.name == "flags.md":  # made from the flags themselves
             continue

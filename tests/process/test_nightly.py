@@ -191,6 +191,7 @@ def nightly(tmp_path, *, check_demo=None):
     benches = ("bench_preload.py", "bench_api.py", "bench_engine.py", "bench_forest.py", "bench_train.py")
     for name in ("check_hour.py", "check_processes.py", "fuzz_api.py", *benches):
         (checkout / "tools" / name).write_text("print('met')\n")
+    install(checkout / "tools" / "sglang_cpu_env", "#!/bin/sh\n")
     if check_demo is not None:
         (checkout / "tools" / "check_demo.py").write_text(check_demo)
     for name in ("ruff", "mypy", "pytest"):

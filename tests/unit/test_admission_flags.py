@@ -79,6 +79,6 @@ def test_it_is_refused_where_nothing_has_a_pool_to_read():
 )
 def test_servers_of_the_run_are_started_with_their_metrics_on(words, flags):
     config = parsed("--rollout-backend", "sglang", *words)
-    (keeper,) = _keepers(config.backend, Warden(), Path())
+    (keeper,) = _keepers(config, Warden(), Path())
 
     assert keeper._common.args == flags

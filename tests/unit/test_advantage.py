@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relax_trio.errors import TrainError
 from relax_trio.testing.sample import make_sample
-from relax_trio.train.advantage import Moments, shaped_advantages, token_advantages, whitened
+from relax_trio.train.advantage import Moments, return_kl, token_advantages, whitened
 
 turn_lens = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 numbers = st.floats(-5, 5, allow_nan=False)
@@ -76,6 +76,18 @@ def test_moments_of_parts_join_into_those_of_the_whole(parts):
         assert joined.variance == pytest.approx(float(whole.var()), rel=1e-9, abs=1e-12)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(-(2**40), 2**40)
+)
+def test_the_deviation_of_large_numbers_that_are_nearly_alike_is_theirs(parts, offset):
+    near, far = Moments(), Moments()
+    for part in parts:
+        numbers_of_part = torch.tensor(part, dtype=torch.float64) / 8
+        near.join(Moments.of(numbers_of_part))
+        far.join(Moments.of(numbers_of_part + offset))
+    assert far.variance == pytest.approx(near.variance, rel=1e-2, abs=1e-6)
+
+
 @given(st.lists(columns, min_size=2, max_size=5))
 def test_whitening_gives_mean_0_and_variance_1_over_all_parts(parts):
     tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]
@@ -96,19 +108,28 @@ def test_equal_advantages_are_whitened_to_exactly_zero(value, n):
 
 @given(st.lists(st.tuples(numbers, columns), min_size=1, max_size=4), st.floats(0, 1))
 def test_the_kl_of_the_tokens_still_to_come_is_taken_from_the_return(rows, beta):
-    kl = torch.tensor([k for _, column in rows for k in column], dtype=torch.float64)
-    credit = torch.tensor([c for c, column in rows for _ in column], dtype=torch.float64)
-    of_row = torch.tensor([i for i, (_, column) in enumerate(rows) for _ in column])
-    found = shaped_advantages(credit, kl, of_row, estimator="reinforce_plus_plus", kl_coef=beta)
-    expected = []
-    for c, column in rows:
+    kl = [torch.tensor(column, dtype=torch.float64) for _, column in rows]
+    taken = return_kl(kl, range(len(rows)), "reinforce_plus_plus")
+    for (credit, column), found in zip(rows, taken, strict=True):
         reward = [-beta * k for k in column]
-        reward[-1] += c  # the outcome is the reward of the last token
-        expected += [math.fsum(reward[t:]) for t in range(len(column))]
-    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+        reward[-1] += credit  # the outcome is the reward of the last token
+        expected = [math.fsum(reward[t:]) for t in range(len(column))]
+        assert (credit - beta * found).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), columns), min_size=1, max_size=6))
+def test_a_session_pays_for_its_contexts_as_for_one_that_holds_them_all(rows):
+    """Behind a context's tokens come those of the contexts exported after it, whatever lies between them."""
+    sessions = [session for session, _ in rows]
+    kl = [torch.tensor(column, dtype=torch.float64) for _, column in rows]
+    found = return_kl(kl, sessions, "reinforce_plus_plus")
+    for session in set(sessions):
+        whole = torch.cat([part for part, own in zip(kl, sessions, strict=True) if own == session])
+        (expected,) = return_kl([whole], [0], "reinforce_plus_plus")
+        parts = torch.cat([part for part, own in zip(found, sessions, strict=True) if own == session])
+        assert torch.allclose(parts, expected, rtol=0, atol=1e-12)
 
 
 def test_with_a_baseline_each_token_pays_for_its_own_kl():
-    credit, kl = torch.tensor([1.0, 1.0]), torch.tensor([0.5, -0.25])
-    found = shaped_advantages(credit, kl, torch.tensor([0, 0]), estimator="reinforce_plus_plus_baseline", kl_coef=0.1)
-    assert found.tolist() == pytest.approx([0.95, 1.025])
+    kl = [torch.tensor([0.5, -0.25]), torch.tensor([2.0])]
+    assert [part.tolist() for part in return_kl(kl, [0, 0], "reinforce_plus_plus_baseline")] == [[0.5, -0.25], [2.0]]

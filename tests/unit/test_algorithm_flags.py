@@ -72,6 +72,7 @@ def test_a_combination_without_sense_is_refused_and_says_what_to_do(flags, told)
         f"{PLUS} --kl-coef 0.01 --kl-loss-type k2",
         f"{PLUS} --agentic-custom-advantage-path a.b",
         "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coef 0.001",
+        "--use-kl-loss --kl-loss-coef 0.001 --ref-load demo",
         "--use-tis --tis-clip 2 --tis-clip-low 0.5",
         "--use-mis --tis-clip 5 --no-use-rollout-logprobs",
         "--use-opsm --opsm-delta 0.01 --use-rollout-logprobs",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relax_trio.api.body import MAX_DEPTH, parse_body
 from relax_trio.api.chat import CHAT
 from relax_trio.api.envelopes import anthropic_error, error_envelope, openai_error
-from relax_trio.data.messages import Message
+from relax_trio.data.messages import ImagePart, Message, TextPart
 from relax_trio.data.normalize import normalize_messages
 from relax_trio.data.request import TokenLogprob
 from relax_trio.errors import (
@@ -47,10 +47,6 @@ def render(completion, **fields):
 @pytest.mark.parametrize("capture", CAPTURES, ids=lambda c: c["name"])
 def test_requests_of_real_clients_are_accepted(capture):
     body = capture["body"]
-    if "image_url" in json.dumps(body):
-        with pytest.raises(UnsupportedFeature, match=r"images aren't served yet"):
-            CHAT.parse(body, digest=b"", retry=False)
-        return
 
     parsed = CHAT.parse(body, digest=b"", retry=False)
 
@@ -159,16 +155,28 @@ def test_more_than_one_choice_is_refused_with_what_to_do():
         parse(n=3)
 
 
-def test_an_image_is_refused_where_it_stands_as_sent():
+@pytest.mark.parametrize("image", [IMAGE, {"type": "image_url", "image_url": "data:image/png;base64,AA=="}])
+def test_an_image_stands_among_the_texts_of_a_user_message_or_a_tool_result(image):
+    content = [{"type": "text", "text": "look"}, image, {"type": "text", "text": "well"}]
     messages = [
-        {"role": "system", "content": "a"},
-        {"role": "system", "content": "b"},
-        {"role": "user", "content": [{"type": "text", "text": "look"}, IMAGE]},
+        {"role": "user", "content": content},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": [image]},
     ]
-    with pytest.raises(UnsupportedFeature) as caught:
-        parse(messages=messages)
 
-    assert caught.value.param == "messages[2].content[1]"
+    first, _, last = parse(messages=messages).request.messages
+
+    shown = ImagePart("data:image/png;base64,AA==")
+    assert first.content == (TextPart("look"), shown, TextPart("well"))
+    assert last.content == (shown,)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+def test_an_image_is_refused_where_no_model_sees_one(role):
+    with pytest.raises(InvalidRequest, match="cannot hold images") as caught:
+        parse(messages=[*HI, {"role": role, "content": [IMAGE]}])
+
+    assert caught.value.param == "messages[1].content[0]"
 
 
 def test_what_has_no_meaning_here_is_ignored_whatever_its_type():
@@ -393,8 +401,8 @@ def test_a_request_of_nothing_else_is_refused_and_told_what_was_left_out():
         parse(messages=[{"role": "user", "content": [{"type": "file"}]}])
 
 
-def test_an_image_is_refused_where_other_parts_are_skipped():
-    with pytest.raises(UnsupportedFeature) as caught:
-        parse(messages=[{"role": "user", "content": [{"type": "file"}, IMAGE]}])
+def test_an_image_stays_where_other_parts_are_skipped():
+    parsed = parse(messages=[{"role": "user", "content": [{"type": "file"}, IMAGE]}])
 
-    assert caught.value.param == "messages[0].content[1]"
+    assert parsed.request.skipped == ("file",)
+    assert parsed.request.messages[0].content == (ImagePart("data:image/png;base64,AA=="),)

@@ -139,12 +139,13 @@ def test_no_checkpoint_is_none(tmp_path):
     assert find_latest(tmp_path / "missing") is None
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path, events):
+@pytest.mark.parametrize("content", ["cut", "longer than it was written" * 100])
+def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path, events, content):
     first, second = save(tmp_path, 1), save(tmp_path, 2)
-    (second / "model.bin").write_text("cut")
+    (second / "model.bin").write_text(content)
     assert find_latest(tmp_path) == first
     assert [(e.name, e.fields["path"]) for e in events] == [("checkpoint.skipped", str(second))]
-    assert "model.bin has 3 bytes instead of" in events[0].fields["reason"]
+    assert f"model.bin has {len(content)} bytes instead of" in events[0].fields["reason"]
 
 
 DAMAGES = {

@@ -12,6 +12,7 @@ from relax_trio.config.check import check_config
 from relax_trio.config.check_command import command_problems
 from relax_trio.config.hook_path import import_hook
 from relax_trio.config.parse import parse_config
+from relax_trio.config.render import render_yaml
 from relax_trio.errors import ConfigError
 
 
@@ -143,25 +144,33 @@ def test_a_contradiction_is_refused_with_what_to_do(runnable, flags, said):
     assert said in problem
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--agentic-concurrency 1",
-        "--over-sampling-batch-size 8 --deterministic",
-        "--use-dynamic-batch-size --max-tokens-per-gpu 100 --gradient-checkpointing --train-dtype bfloat16",
-        "--lora-rank 8 --lora-alpha 16 --lora-target-modules q_proj v_proj --trainer-processes 2",
-        "--global-batch-size 4",  # below the default micro-batch, which nobody chose
-        "--rollout-batch-size 1 --n-samples-per-prompt 2",
-        "--rollout-max-context-len 1025",
-        "--eval-prompt-data a rows.jsonl@[0:1] b rows.jsonl --eval-interval 1",
-        "--save new/directory --output-dir new --load model",
-        "--save-debug-rollout-data dumps/step-{rollout_id:04d}.jsonl",
-        "--host ::1" if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6") else "--port 0",
-        "--host localhost",
-    ],
-)
+RUNNABLE = [
+    "--agentic-concurrency 1",
+    "--over-sampling-batch-size 8 --deterministic",
+    "--use-dynamic-batch-size --max-tokens-per-gpu 100 --gradient-checkpointing --train-dtype bfloat16",
+    "--lora-rank 8 --lora-alpha 16 --lora-target-modules q_proj v_proj --trainer-processes 2",
+    "--global-batch-size 4",  # below the default micro-batch, which nobody chose
+    "--rollout-batch-size 1 --n-samples-per-prompt 2",
+    "--rollout-max-context-len 1025",
+    "--eval-prompt-data a rows.jsonl@[0:1] b rows.jsonl --eval-interval 1",
+    "--save new/directory --output-dir new --load model",
+    "--save-debug-rollout-data dumps/step-{rollout_id:04d}.jsonl",
+    "--host ::1" if socket.has_ipv6 and os.path.exists("/proc/net/if_inet6") else "--port 0",
+    "--host localhost",
+]
+
+
+@pytest.mark.parametrize("flags", RUNNABLE)
 def test_what_can_be_run_is_not_refused(runnable, flags):
     assert warnings([*runnable, *flags.split()]) == ()
+
+
+@pytest.mark.parametrize("flags", [*RUNNABLE, "--global-batch-size 4 --use-tis", "--n-samples-per-prompt 2"])
+def test_what_a_run_writes_as_its_configuration_is_taken_again(runnable, flags, tmp_path):
+    """With every default in it, and with the checkpoint it goes on from."""
+    file = tmp_path / "config.yaml"
+    file.write_text(render_yaml(parse_config([*runnable, *flags.split()])))
+    assert warnings(["--config", str(file), "--load", "model"]) == ()
 
 
 def test_rollout_does_not_look_at_the_training_flags(runnable):

@@ -10,6 +10,7 @@ from attrs import asdict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relax_trio.data.image import EncodedImage
 from relax_trio.data.messages import ImagePart, Message, TextPart, ToolCall
 from relax_trio.data.sample import Sample, VersionSpan
 from relax_trio.errors import ConfigError, EngineFault, RunFailed
@@ -47,6 +48,7 @@ messages = st.builds(
     tool_calls=st.lists(calls, max_size=2).map(tuple),
     tool_call_id=st.none() | text,
 )
+images = st.builds(EncodedImage, url=text, n_tokens=st.integers(1, 2**20))
 spans = st.builds(VersionSpan, version=text.map(WeightVersion), n_tokens=st.integers(0, 2**40))
 
 
@@ -76,7 +78,15 @@ def samples(draw):
         turn_lens=tuple(draw(st.lists(st.integers(0, 2**20), max_size=3))),
         turn_starts=tuple(draw(st.lists(st.integers(0, 2**20), max_size=3))),
         advantage=draw(st.none() | finite),
+        images=tuple(draw(st.lists(images, max_size=2))),
     )
+
+
+def test_a_row_of_a_dump_without_images_is_read():
+    value = sample_to_json(make_sample())
+    del value["images"]
+
+    assert sample_from_json(value).images == ()
 
 
 @unhurried

@@ -6,7 +6,9 @@ import sys
 import types
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from relax_trio.config.tree import RewardConfig
 from relax_trio.errors import ConfigError, CreditError, RewardError
@@ -95,7 +97,15 @@ async def test_a_failing_group_hook_is_named_with_its_group(make_scorer):
 # --- filters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verdict", [False, Keep(keep=False, reason="dull"), SimpleNamespace(keep=False, reason=None)])
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        False,
+        np.bool_(False),
+        Keep(keep=False, reason="dull"),
+        SimpleNamespace(keep=torch.tensor(False), reason=None),
+    ],
+)
 async def test_a_filter_gives_a_group_up_with_its_reason(make_scorer, events, verdict):
     async def keep(args, samples):
         assert args.lr == 0.5
@@ -108,14 +118,23 @@ async def test_a_filter_gives_a_group_up_with_its_reason(make_scorer, events, ve
     assert [event.name for event in events] == ["group.filtered"]
 
 
-@pytest.mark.parametrize("verdict", [True, Keep(keep=True)])
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        True,
+        Keep(keep=True),
+        np.bool_(True),
+        torch.tensor([1.0, 2.0]).std() > 0,
+        SimpleNamespace(keep=np.std([1, 2]) > 0),
+    ],
+)
 async def test_a_kept_group_gets_its_credit(make_scorer, verdict):
     samples = group(1.0, 0.0)
     assert await judge(samples, make_scorer(keep=lambda args, samples: verdict)) is None
     assert samples[0].advantage == -samples[1].advantage != 0
 
 
-@pytest.mark.parametrize("verdict", [None, 1, "yes", SimpleNamespace(keep=1)])
+@pytest.mark.parametrize("verdict", [None, 1, "yes", SimpleNamespace(keep=1), np.float64(1), np.array([True])])
 async def test_a_verdict_that_is_none_is_an_error(make_scorer, verdict):
     with pytest.raises(RewardError, match="group G0: --dynamic-sampling-filter-path"):
         await judge(group(1.0), make_scorer(keep=lambda args, samples: verdict))

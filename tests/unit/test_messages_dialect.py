@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from relax_trio.api.anthropic import MESSAGES
 from relax_trio.api.sealed import seal
-from relax_trio.data.messages import ToolCall
+from relax_trio.data.messages import ImagePart, TextPart, ToolCall
 from relax_trio.data.normalize import normalize_messages
-from relax_trio.errors import InvalidRequest, UnsupportedFeature
+from relax_trio.errors import InvalidRequest
 
 CAPTURES = json.loads((Path(__file__).parents[1] / "data/wire/messages_requests.json").read_text())
 SWITCH = frozenset({"messages", "enable_thinking"})
@@ -33,11 +33,6 @@ def test_requests_of_real_clients_are_accepted(capture):
     body = capture["body"]
     if capture["path"].endswith("count_tokens"):
         assert MESSAGES.parse_count(body).messages == (said("user", "hi"),)
-        return
-    if '"image"' in json.dumps(body):
-        with pytest.raises(UnsupportedFeature, match=r"messages\[0\]\.content\[1\] is an image") as caught:
-            MESSAGES.parse(body, digest=b"", retry=False)
-        assert caught.value.param == "messages[0].content[1]"
         return
 
     parsed = MESSAGES.parse(body, digest=b"", retry=False)
@@ -196,18 +191,21 @@ def test_a_bad_field_is_refused_by_name(fields, param):
 
 
 @pytest.mark.parametrize(
-    ("block", "path"),
+    ("block", "content"),
     [
-        (user(text("look"), {"type": "image", "source": PNG}), "messages[1].content[1]"),
-        (user({"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}), "messages[1].content[0]"),
-        (user(result(content=[{"type": "image", "source": PNG}])), "messages[1].content[0].content[0]"),
+        (
+            user(text("look"), {"type": "image", "source": PNG}),
+            (TextPart("look"), ImagePart("data:image/png;base64,AA==")),
+        ),
+        (
+            user({"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}),
+            (ImagePart("https://a/b.png"),),
+        ),
+        (user(result(content=[{"type": "image", "source": PNG}])), (ImagePart("data:image/png;base64,AA=="),)),
     ],
 )
-def test_an_image_is_refused_by_its_place(block, path):
-    with pytest.raises(UnsupportedFeature, match="images aren't served yet") as caught:
-        parse([*HI, block], system="s")
-
-    assert caught.value.param == path
+def test_an_image_stands_in_a_user_message_or_a_tool_result(block, content):
+    assert parse([*HI, block], system="s").request.messages[-1].content == content
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 3])

@@ -22,6 +22,7 @@ from relax_trio.config.tree import ESTIMATORS
 from relax_trio.train.objective import objective
 from relax_trio.train.packing import MicroBatching, loss_normalizer, micro_batches, row_weights
 from relax_trio.train.phase import loss_divisor
+from relax_trio.train.sequences import tell_away
 from relax_trio.train.stats import StepStats
 from relax_trio.train.targets import make_targets
 
@@ -104,6 +105,11 @@ def found(world, config, size=3):
     new, entropy = (world.tensors(batches, name, leaf=True) for name in ("new", "entropy"))
     ref = world.tensors(batches, "ref") if config.train.needs_reference else None
     targets = make_targets(batches, config, own=world.tensors(batches, "old"), ref=ref)
+    tell_away(
+        [target.sequences for target in targets],
+        [logprobs - target.old for logprobs, target in zip(new, targets, strict=True)],
+        [logprobs - target.rollout for logprobs, target in zip(new, targets, strict=True)],
+    )
     stats = StepStats(
         normalizer=loss_normalizer(world.samples, per_token=config.per_token),
         divisor=loss_divisor(world.samples, config),
@@ -130,14 +136,20 @@ def kl(new, ref, kind):
 def expected_advantages(world, config):
     """One list of token advantages per row."""
     train, per_row = config.train, []
-    for sample in world.samples:
+
+    def kl_of(sample):
         columns = world.columns[id(sample)]
         old = columns["rollout"] if train.takes_rollout_logprobs else columns["old"]
-        values = [sample.advantage] * len(old)
+        return [kl(o, r, train.kl_estimator) for o, r in zip(old, columns["ref"], strict=True)]
+
+    for position, sample in enumerate(world.samples):
+        values = [sample.advantage] * sum(sample.loss_mask)
         if train.kl_coef:
-            each = [kl(o, r, train.kl_estimator) for o, r in zip(old, columns["ref"], strict=True)]
+            each = kl_of(sample)
             if config.estimator == "reinforce_plus_plus":
-                each = [math.fsum(each[t:]) for t in range(len(each))]
+                later = [other for other in world.samples[position + 1 :] if other.index == sample.index]
+                to_come = each + [k for other in later for k in kl_of(other)]
+                each = [math.fsum(to_come[t:]) for t in range(len(each))]
             values = [value - train.kl_coef * k for value, k in zip(values, each, strict=True)]
         per_row.append(values)
     if train.normalize_advantages:
@@ -146,6 +158,13 @@ def expected_advantages(world, config):
         variance = math.fsum((value - mean) ** 2 for value in flat) / (len(flat) - 1)
         per_row = [[(value - mean) / math.sqrt(variance + 1e-8) for value in values] for values in per_row]
     return per_row
+
+
+def session_mean(world, sample, name):
+    """Mean of new minus `name` logprobs over the tokens of all contexts of the sample's Session."""
+    of_session = [world.columns[id(other)] for other in world.samples if other.index == sample.index]
+    gaps = [new - other for c in of_session for new, other in zip(c["new"], c[name], strict=True)]
+    return math.fsum(gaps) / len(gaps)
 
 
 def expected_loss(world, config, advantages, new, entropy):
@@ -161,13 +180,14 @@ def expected_loss(world, config, advantages, new, entropy):
         columns = world.columns[id(sample)]
         rollout, still = columns["rollout"], columns["new"]
         old = rollout if train.takes_rollout_logprobs else columns["old"]
-        n = len(old)
         of_session = sum(sum(other.loss_mask) for other in world.samples if other.index == sample.index)
-        row_gap = math.fsum(r - s for r, s in zip(rollout, still, strict=True)) / n
-        row_ratio = math.exp(math.fsum(a - o for a, o in zip(new[position], old, strict=True)) / n)
-        for t in range(n):
+        session_gap = -session_mean(world, sample, "rollout")
+        session_ratio = math.exp(session_mean(world, sample, "rollout" if train.takes_rollout_logprobs else "old"))
+        for t in range(len(old)):
             a, logp = advantages[position][t], new[position][t]
-            ratio = row_ratio if config.estimator == "gspo" else math.exp(logp - old[t])
+            # The token form of GSPO: the Session's ratio, moved by the token's own probability.
+            moved = math.exp(logp - still[t])
+            ratio = session_ratio * moved if config.estimator == "gspo" else math.exp(logp - old[t])
             low, high = 1 - train.eps_clip, 1 + train.upper_clip
             if config.estimator == "cispo":
                 loss = -min(max(math.exp(still[t] - old[t]), low), high) * a * logp
@@ -180,7 +200,7 @@ def expected_loss(world, config, advantages, new, entropy):
                 loss *= min(max(gap, train.tis_clip_low), train.tis_clip)
             if train.use_mis:
                 loss *= gap if train.tis_clip_low <= gap <= train.tis_clip else 0.0
-            if train.use_opsm and a < 0 and row_gap > train.opsm_delta:
+            if train.use_opsm and a < 0 and session_gap > train.opsm_delta:
                 loss = 0.0
             loss -= train.entropy_coef * entropy[position][t]
             if train.use_kl_loss:
@@ -252,10 +272,6 @@ def test_how_rows_are_divided_into_micro_batches_changes_nothing(case):
     assert parts[2].means == pytest.approx(one[2].means, rel=1e-9, abs=1e-12)
 
 
-INVARIANT = [case for case in CASES if case not in ("gspo", "all at once", "off-policy sequence masking")]
-"""What looks at tokens one by one. A sequence of GSPO and of off-policy masking is a context: see the test below."""
-
-
 def split_rows(world, draw):
     """The same Sessions with every row divided into up to k contexts of disjoint trained tokens, at equal credit."""
     split = World.__new__(World)
@@ -279,13 +295,13 @@ def split_rows(world, draw):
     return split
 
 
-@pytest.mark.parametrize("case", [case for case in INVARIANT if case != "reinforce_plus_plus"])
+@pytest.mark.parametrize("case", CASES)
 @hypothesis_settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), random_=st.randoms(use_true_random=False))
 def test_dividing_a_session_into_contexts_changes_no_gradient(case, seed, random_):
     """Equal credit, disjoint trained tokens, and the tokens' own probabilities: fan-out alone is no reason to learn."""
     world, config = World(seed, contexts=(1, 2, 1)), case_settings(case)
-    whole, parts = found(world, config), found(split_rows(world, random_), config)
+    whole, parts = found(world, config, size=100), found(split_rows(world, random_), config, size=2)
     assert parts[0] == pytest.approx(whole[0], rel=1e-10, abs=1e-13)
     for a, b in zip(parts[1], whole[1], strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-13)
@@ -318,6 +334,18 @@ def test_masked_tokens_keep_their_place_in_the_mean():
     assert gradient[0] == 0.0
     assert stats.means["train/masked_frac"] == pytest.approx(1 / n)
     assert stats.means["train/tis_clipfrac"] == pytest.approx(1 / n)
+
+
+def test_the_kl_in_returns_is_told_of_the_old_policy():
+    """It is the old policy's KL that returns are shaped by, whatever the policy has become since."""
+    world, config = World(3), case_settings("reinforce_plus_plus")
+    _, _, stats = found(world, config)
+    total = 0.0
+    for sample in world.samples:
+        columns = world.columns[id(sample)]
+        n = sum(sum(other.loss_mask) for other in world.samples if other.index == sample.index)
+        total += math.fsum(o - r for o, r in zip(columns["old"], columns["ref"], strict=True)) / n
+    assert stats.means["train/ref_kl"] == pytest.approx(total / len({s.index for s in world.samples}))
 
 
 def test_an_empty_micro_batch_gives_a_loss_of_zero_and_no_numbers():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from relax_trio.train.importance import importance_ratios, kept_by_sequence, masked_weights, truncated_weights
 from relax_trio.train.kl import kl_estimate
-from relax_trio.train.loss import clipped_losses, kl_sum, row_means, sequence_log_ratios, truncated_policy_losses
+from relax_trio.train.loss import clipped_losses, kl_sum, sequence_log_ratios, truncated_policy_losses
 
 LOW, HIGH, DUAL = 0.2, 0.3, 1.6
 CLIPS = {"eps_low": LOW, "eps_high": HIGH}
@@ -35,6 +35,12 @@ def columns(rows, dtype=torch.float64):
 
 def gradient_of(losses, leaf):
     return torch.autograd.grad(losses.sum(), leaf)[0]
+
+
+def row_means(values, of_row):
+    """(K,) mean over the row of each token."""
+    totals = torch.zeros(4, dtype=values.dtype).index_add(0, of_row, values)
+    return (totals / torch.bincount(of_row, minlength=4).clamp(min=1))[of_row]
 
 
 def near_a_kink(log_ratio):
@@ -82,7 +88,8 @@ def test_the_bounds_are_told_apart_and_are_where_no_gradient_flows(rows):
 @given(tokens, st.sampled_from([None, DUAL]))
 def test_the_sequence_loss_and_its_gradient_are_those_of_gspo_row_by_row(rows, dual):
     new, old, advantages, of_row = columns(rows)
-    result = clipped_losses(sequence_log_ratios(new - old, of_row, 4), advantages, **CLIPS, dual_bound=dual)
+    means = row_means(new - old, of_row)
+    result = clipped_losses(sequence_log_ratios(new - old, means), advantages, **CLIPS, dual_bound=dual)
     gradient = gradient_of(result.losses, new)
     tokens_of = defaultdict(list)
     for t, row in enumerate(of_row.tolist()):
@@ -95,8 +102,23 @@ def test_the_sequence_loss_and_its_gradient_are_those_of_gspo_row_by_row(rows, d
         for t, (loss, _) in zip(positions, found, strict=True):
             assert float(result.losses[t].detach()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
         if not near_a_kink(mean):
-            slope = math.fsum(slope for _, slope in found) * ratio / n  # ds/dlogp_t = s / n at every token of the row
-            assert gradient[positions].tolist() == pytest.approx([slope] * n, rel=1e-9, abs=1e-12)
+            slopes = [slope * ratio for _, slope in found]  # each token by its own advantage, at the row's ratio
+            assert gradient[positions].tolist() == pytest.approx(slopes, rel=1e-9, abs=1e-12)
+
+
+@given(tokens, st.sampled_from([None, DUAL]))
+def test_with_one_advantage_a_row_the_gradient_is_that_of_gspos_sequence_form(rows, dual):
+    """The sequence form differentiates the mean itself: each token gets a share of all tokens' slopes."""
+    new, old, advantages, of_row = columns(rows)
+    first = {row: t for t, row in reversed(list(enumerate(of_row.tolist())))}
+    one = advantages[[first[row] for row in of_row.tolist()]]
+    weights = 1.0 / torch.bincount(of_row)[of_row]
+    means = row_means(new - old, of_row)
+    gradients = [
+        gradient_of(clipped_losses(ratios, one, **CLIPS, dual_bound=dual).losses * weights, new)
+        for ratios in (sequence_log_ratios(new - old, means), means)
+    ]
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
 
 
 @given(tokens, st.sampled_from([LOW, 1.0, 5.0]))
@@ -180,22 +202,18 @@ def test_importance_weights_are_truncated_or_masked_and_carry_no_gradient(pairs,
             assert found == pytest.approx(ratio if low <= ratio <= high else 0.0, rel=1e-12)
 
 
+def test_the_bounds_of_importance_weights_are_within_them():
+    ratios = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    for weights in (masked_weights, truncated_weights):
+        assert weights(ratios, low=0.5, high=2.0).tolist() == [0.5, 2.0]
+
+
 @given(tokens, st.floats(0, 1))
 def test_a_row_is_left_out_where_it_is_bad_and_the_policy_has_left_it(rows, delta):
     new, old, advantages, of_row = columns(rows)
-    kept = kept_by_sequence(new, old, advantages, of_row, 4, delta=delta)
-    assert not kept.requires_grad
+    kept = kept_by_sequence(row_means(old - new.detach(), of_row), advantages, delta=delta)
     for t, row in enumerate(of_row.tolist()):
         gaps = [float(old[u]) - float(new[u].detach()) for u in range(len(kept)) if of_row[u] == row]
         mean = math.fsum(gaps) / len(gaps)
         if abs(mean - delta) > 1e-9:
             assert bool(kept[t]) == (not (float(advantages[t]) < 0 and mean > delta))
-
-
-@given(tokens)
-def test_row_means_are_those_of_each_rows_tokens_and_zero_without_any(rows):
-    new, _, _, of_row = columns(rows)
-    found = row_means(new, of_row, 5)
-    for row in range(5):
-        values = new.detach()[of_row == row].tolist()
-        assert float(found[row].detach()) == pytest.approx(math.fsum(values) / len(values) if values else 0.0)

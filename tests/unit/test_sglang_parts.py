@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 from array import array
 from collections import Counter
 
@@ -14,16 +15,17 @@ import trio
 from builders_backend import make_model, save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang_router_wire import recorded_body, worker_at
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.backend.lanes import Lanes
-from relax_trio.backend.sglang.exchange import buckets, serialize
-from relax_trio.backend.sglang.external import read_workers
 from relax_trio.backend.sglang.fleet import Fleet, Server
 from relax_trio.backend.sglang.health import watch_health
 from relax_trio.backend.sglang.snapshots import Snapshots
 from relax_trio.backend.sglang.stops import cut_at_stop
+from relax_trio.backend.sglang.transfer import buckets, serialize
 from relax_trio.backend.sglang.wire import ServerInfo
+from relax_trio.backend.sglang.workers import read_workers
 from relax_trio.config.backend_tree import BackendConfig
 from relax_trio.config.check_backend import backend_problems, backend_warnings
 from relax_trio.config.parse import parse_config
@@ -250,18 +252,52 @@ def test_buckets_hold_everything_once_and_none_is_empty():
 # --- router -----------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_the_router_calls_unhealthy_are_left_out():
-    listed = {"workers": [{"url": "http://a", "is_healthy": True}, {"url": "http://b", "is_healthy": False}]}
-    assert read_workers(json.dumps(listed).encode(), "r") == {"http://a"}
-    listed = {"workers": [{"url": "http://a", "healthy": True}, {"url": "http://b"}], "total": 2}
-    assert read_workers(json.dumps(listed).encode(), "r") == {"http://a", "http://b"}
-    assert read_workers(b'{"urls": ["http://c"]}', "r") == {"http://c"}
+def workers_of(name):
+    return list(read_workers(recorded_body(name)[1], "/workers of r").values())
 
 
-@pytest.mark.parametrize("body", [b"", b"[1", b'{"workers": 3}', b"3"])
+def test_the_workers_of_a_router_are_read_as_it_tells_them():
+    assert workers_of("20_workers_none") == []
+    (worker,) = workers_of("21_workers_one")
+    assert (worker.model, worker.is_healthy, worker.unfit) == ("models/tiny-qwen3", True, None)
+    assert len(workers_of("21_workers_two")) == 2
+    (left,) = workers_of("24_workers_after_delete")
+    assert left in workers_of("21_workers_two")
+    assert [worker.is_healthy for worker in workers_of("25_workers_unhealthy")] == [False]
+
+
+def test_older_routers_tell_urls_or_no_model():
+    """0.1.9 and 0.2.2, as they answered."""
+    assert list(read_workers(b'{"urls":["http://a:1","http://b:2"]}', "r")) == ["http://a:1", "http://b:2"]
+    told = {"id": "http://a:1", "url": "http://a:1", "model_id": "unknown", "worker_type": "regular"}
+    told |= {"is_healthy": True, "connection_mode": "Http"}
+    (worker,) = read_workers(json.dumps({"workers": [told]}).encode(), "r").values()
+    assert (worker.url, worker.model, worker.unfit) == ("http://a:1", None, None)
+
+
+def test_ranks_of_one_server_are_one_worker_at_its_own_url():
+    (worker,) = workers_of("26_workers_dp_aware")
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", worker.url)
+    urls = ["http://a:1@0", "http://a:1@1", "http://b:1/@0", "http://[::1]:30000", "http://c/"]
+    listed = {"workers": [worker_at(url, is_healthy=url != "http://a:1@1") for url in urls]}
+    found = read_workers(json.dumps(listed).encode(), "r")
+    assert list(found) == ["http://a:1", "http://b:1", "http://[::1]:30000", "http://c"]
+    assert found["http://a:1"].is_healthy
+
+
+def test_a_worker_that_serves_no_attempt_by_itself_is_unfit():
+    unfit = {worker.url: worker.unfit for worker in workers_of("26_workers_prefill_decode")}
+    assert sorted(reason.split()[3] for reason in unfit.values()) == ["decode", "prefill"]
+    for fields in ({"url": "grpc://a:1"}, {"url": "http://a:1", "connection_mode": "GRPC"}):
+        listed = {"workers": [worker_at(**fields)]}
+        (worker,) = read_workers(json.dumps(listed).encode(), "r").values()
+        assert worker.unfit == "it does not speak HTTP"
+
+
+@pytest.mark.parametrize("body", [b"", b"[1", b'{"workers": 3}', b"3", b'{"workers": [{"id": 1}]}', b"[]"])
 def test_a_router_that_says_something_else_is_refused(body):
-    with pytest.raises(BackendProtocolError, match="router r"):
-        read_workers(body, "r")
+    with pytest.raises(BackendProtocolError, match="/workers of r: "):
+        read_workers(body, "/workers of r")
 
 
 # --- flags ------------------------------------------------------------------------------------------------------

@@ -188,3 +188,15 @@ def test_a_session_is_named_only_where_its_lifecycle_is_on():
     body = json.loads(wire.generate_body("r", array("i", [1]), SamplingParams(max_new_tokens=1), 1))
 
     assert "session_id" not in body
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_routing_key_is_a_field_that_servers_of_both_versions_take(version):
+    request, response = recorded(version, "01_generate_conversation_routing_keys")
+    assert json.loads(request["body"])["routing_key"] == "k1"
+    assert response["status"] == 200
+
+    sampling = SamplingParams(max_new_tokens=1)
+    body = json.loads(wire.generate_body("r", array("i", [1]), sampling, 1, routing_key="G1/0-0"))
+    assert body["routing_key"] == "G1/0-0"
+    assert "routing_key" not in json.loads(wire.generate_body("r", array("i", [1]), sampling, 1))

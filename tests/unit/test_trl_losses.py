@@ -15,6 +15,7 @@ import torch
 from builders_train import relative, settings
 
 from relax_trio.train.objective import objective
+from relax_trio.train.sequences import Sequences
 from relax_trio.train.targets import Targets
 
 pytestmark = [
@@ -60,7 +61,6 @@ CASES = {
             "use_kl_loss": True,
             "kl_loss_coef": 0.2,
             "kl_loss_type": "k3",
-            "use_mis": True,
             "use_opsm": True,
             "opsm_delta": 0.01,
             "eps_clip_c": 1.5,
@@ -68,10 +68,20 @@ CASES = {
         {
             "importance_sampling_level": "sequence",
             "beta": 0.2,
-            "use_vllm": True,
             "off_policy_mask_threshold": 0.01,
             "delta": 1.5,
         },
+    ),
+    "all corrections": (
+        {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.2,
+            "kl_loss_type": "k3",
+            "use_mis": True,
+            "use_opsm": True,
+            "opsm_delta": 0.01,
+        },
+        {"beta": 0.2, "use_vllm": True, "off_policy_mask_threshold": 0.01},
     ),
 }
 
@@ -179,8 +189,13 @@ def ours(tokens, flags):
         rollout=tokens.sampling[mask],
         advantages=tokens.advantages[rows],
         weights=weights[rows],
-        rows=rows,
-        n_rows=N_ROWS,
+        sequences=Sequences(
+            sessions=tuple(range(N_ROWS)),
+            of_token=rows,
+            n_tokens=n_of_row.double(),
+            away_ratio=torch.zeros(N_ROWS, dtype=torch.float64),
+            away_drift=torch.zeros(N_ROWS, dtype=torch.float64),
+        ),
         old=tokens.old[mask],
         ref=tokens.ref[mask],
     )

@@ -2,11 +2,12 @@
 
 * torchvision, installed beside a torch that its compiled part was not built for: the operators that its Python part
   registers fake kernels for are declared, so that the import works. Transforms work, operators don't.
-* Pinning host memory for CUDA becomes a no-op.
+* Pinning host memory for CUDA becomes a no-op; with adapters, in all of torch.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -28,9 +29,28 @@ def _unpin(module: ModuleType) -> None:
     module._cuda_host_register = lambda *_args, **_kwargs: None
 
 
+def _unpin_torch(_: ModuleType) -> None:
+    import torch
+
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor  # type: ignore[method-assign]
+
+
+def _without_pinning(make: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(make)
+    def made(*args: object, pin_memory: bool = False, **kwargs: object) -> object:
+        return make(*args, **kwargs)
+
+    return made
+
+
 _kept: list[object] = []
 _BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_torchvision_operators}
-_AFTER: dict[str, Callable[[ModuleType], None]] = {"sglang.srt.mem_cache.pool_host.common": _unpin}
+_AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.mem_cache.pool_host.common": _unpin,
+    "sglang.srt.lora.layers": _unpin_torch,
+}
 
 
 class _Loader(importlib.abc.Loader):

@@ -105,6 +105,11 @@ class EmbeddedBackend:
         """See `Backend`."""
         return self._version
 
+    @property
+    def pausing(self) -> None:
+        """See `Backend`: they can't be; an aborted one goes on from what it has."""
+        return None
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Load the weights, then serve until cancelled; `started()` once attempts can be taken.
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 from relax_trio.backend.base import WeightSource
 from relax_trio.backend.checkpoint import LOAD_ERRORS, load_causal_lm, require_config, some_names
 from relax_trio.backend.embedded.kv import KvSpec, KvStore
+from relax_trio.backend.rope import constant_rope_len
 from relax_trio.errors import ConfigError, WeightSyncError, boundary
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -28,7 +29,8 @@ class ModelInfo:
     Attributes:
       path: the checkpoint directory.
       vocab_len: number of token ids the model takes.
-      max_position: longest context it was made for, in tokens.
+      max_position: longest context it was made for, in tokens; where its rotary embeddings change with the length,
+        the longest under which they don't (rope.py).
 
     Raises:
       ConfigError: no readable checkpoint there, or a kind of model the engine can't serve.
@@ -44,7 +46,7 @@ class ModelInfo:
         position = getattr(self.text_config, "max_position_embeddings", None)
         if not isinstance(position, int):
             raise ConfigError(f"{path}: config.json has no max_position_embeddings")
-        self.max_position = position
+        self.max_position = min(position, constant_rope_len(config) or position)
         odd = set(getattr(self.text_config, "layer_types", None) or ()) - _LAYER_TYPES
         if odd:
             raise ConfigError(

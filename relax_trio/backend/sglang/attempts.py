@@ -8,6 +8,7 @@ Not covered: what is asked and answered (wire), which servers there are (fleet),
 from __future__ import annotations
 
 import secrets
+from array import array
 from itertools import count
 
 import outcome
@@ -15,8 +16,10 @@ import trio
 
 from relax_trio.backend.base import Attempt, AttemptResult
 from relax_trio.backend.sglang import wire
+from relax_trio.backend.sglang.adapters import check_version
 from relax_trio.backend.sglang.fleet import Fleet, Server
 from relax_trio.backend.sglang.flight import Flight, LegInFlight
+from relax_trio.backend.sglang.images import NO_IMAGES, ImagePrompts
 from relax_trio.backend.sglang.stops import Decode, cut_at_stop
 from relax_trio.errors import BackendError, BackendProtocolError, BackendUnavailable
 from relax_trio.events import emit
@@ -37,14 +40,18 @@ class Attempts:
       fleet: the servers.
       names_sessions: requests carry the Session's name.
       decode: token ids → text, special tokens included; needed for stop strings.
+      images: what servers are sent of prompts with images; None: there are none.
     """
 
-    def __init__(self, fleet: Fleet, *, names_sessions: bool, decode: Decode | None) -> None:
+    def __init__(
+        self, fleet: Fleet, *, names_sessions: bool, decode: Decode | None, images: ImagePrompts | None = None
+    ) -> None:
         self.gate = Gate()
         """Shut while no leg may begin."""
         self._fleet = fleet
         self._names_sessions = names_sessions
         self._decode = decode
+        self._images = images or NO_IMAGES
         self._is_serving = False
         self._named: dict[Rid, Flight] = {}
         self._airborne: set[Flight] = set()
@@ -73,6 +80,11 @@ class Attempts:
     def n_running(self) -> int:
         """Those that are on a server now."""
         return len(self._legs)
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those that one of them is on now, and maybe no other comes to."""
+        return list({leg.server: None for leg in self._legs})
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the calls until cancelled.
@@ -182,7 +194,10 @@ class Attempts:
         scope = server.enter()
         try:
             with scope:
-                answer = await server.client.generate(self._body(flight, leg), f"attempt {attempt.rid}")
+                body = await self._body(flight, leg)
+                routing_key = self._fleet.routing_key(attempt.session_key)
+                answer = await server.client.generate(body, f"attempt {attempt.rid}", routing_key)
+                check_version(answer, leg.adapter, f"attempt {attempt.rid}")
                 return leg.is_called_back, self._cut(flight, answer)
             raise BackendUnavailable(f"attempt {attempt.rid}: {server.name} is gone: {server.lost}")
         except BackendUnavailable:
@@ -200,21 +215,39 @@ class Attempts:
             flight.leg = None
             leg.landed.set()
 
-    def _body(self, flight: Flight, leg: LegInFlight) -> bytes:
-        attempt = flight.attempt
-        return wire.generate_body(
-            leg.rid,
-            attempt.token_ids + flight.token_ids,
-            attempt.sampling,
-            flight.n_left,
-            attempt.session_key if self._names_sessions else None,
-        )
+    async def _body(self, flight: Flight, leg: LegInFlight) -> bytes:
+        """The body of the leg's call; with images it is megabytes, and is put together in a worker thread."""
+        attempt, ids = flight.attempt, flight.attempt.token_ids + flight.token_ids
+        n_left = flight.n_left
+
+        def put_together(ids: array[int]) -> bytes:
+            if attempt.images:
+                ids = self._images.wire_ids(ids, attempt.images, f"attempt {attempt.rid}")
+            return wire.generate_body(
+                leg.rid,
+                ids,
+                attempt.sampling,
+                n_left,
+                attempt.session_key if self._names_sessions else None,
+                images=self._images.wire_images(attempt.images),
+                forbidden_ids=self._images.forbidden_ids,
+                routing_key=self._fleet.routing_key(attempt.session_key),
+                adapter=None if leg.adapter is None else leg.adapter.name,
+            )
+
+        if not attempt.images:
+            return put_together(ids)
+        body = await trio.to_thread.run_sync(put_together, ids)
+        leg.sent_s = trio.current_time()
+        return body
 
     def _cut(self, flight: Flight, leg: wire.Leg) -> wire.Leg:
         """End the leg where it completes a stop string that began before it."""
         attempt = flight.attempt
         if len(leg.token_ids) > flight.n_left:
             raise BackendProtocolError(f"attempt {attempt.rid}: {len(leg.token_ids)} tokens instead of {flight.n_left}")
+        n_sent = len(attempt.token_ids) + len(flight.token_ids) if attempt.images else None
+        self._images.check_answer(leg, n_sent, f"attempt {attempt.rid}")
         if not attempt.sampling.stop or self._decode is None:
             return leg
         earlier = attempt.token_ids[attempt.response_start :] + flight.token_ids

@@ -62,13 +62,15 @@ class EngineCheck:
         """
         info = self.info = await self.client.info()
         probe = await self.client.probe(_PROBE_S)
-        bracketed = await self.client.needs_update_session()
+        bracketed = await self.client.has_post("/begin_weight_update")
         findings = [
             Finding("SGLang", info.version, f"weights {probe.version!r}, {info.max_total_tokens} KV tokens"),
             Finding("longest context", str(info.max_context_len), "prefix and completion"),
             Finding("version of each token", _yes(probe.has_spans), "else only drain and abort are safe"),
             Finding("weights from memory", "yes", "between begin and end" if bracketed else "at once"),
-            Finding("memory released between steps", _yes(info.saves_memory), "--enable-memory-saver"),
+            await self._broadcasts(info),
+            _adapters(info),
+            Finding("memory lent to the trainer", _yes(info.saves_memory), "--enable-memory-saver, for --colocate"),
         ]
         findings += [await self._try(what, check) for what, check in self._checks(probe.has_spans)]
         try:
@@ -78,6 +80,14 @@ class EngineCheck:
         else:
             findings.append(Finding("metrics", "yes"))
         return findings
+
+    async def _broadcasts(self, info: wire.ServerInfo) -> Finding:
+        what = "weights by broadcast"
+        if info.n_replicas > 1 or info.n_stages > 1:
+            return Finding(what, "no", f"--dp-size {info.n_replicas}, --pp-size {info.n_stages}: both have to be 1")
+        if not await self.client.has_post("/init_weights_update_group"):
+            return Finding(what, "no", "it has no /init_weights_update_group")
+        return Finding(what, "yes", f"{'Gloo' if info.device == 'cpu' else 'NCCL'}, {info.n_ranks} ranks")
 
     def _checks(self, has_spans: bool) -> list[tuple[str, Check]]:
         checks: list[tuple[str, Check]] = [
@@ -228,6 +238,15 @@ class _Broken(Exception):
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
         raise _Broken(otherwise)
+
+
+def _adapters(info: wire.ServerInfo) -> Finding:
+    what = "adapters (--sglang-lora-transfer)"
+    if info.max_adapter_rank is None:
+        return Finding(what, "no", "--enable-lora --max-lora-rank R --lora-target-modules all")
+    if info.n_replicas > 1:
+        return Finding(what, "no", f"--dp-size {info.n_replicas}: has to be 1")
+    return Finding(what, "yes", f"up to rank {info.max_adapter_rank}")
 
 
 def _yes(value: bool) -> str:

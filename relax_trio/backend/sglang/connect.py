@@ -6,7 +6,7 @@ import trio
 
 from relax_trio.backend.sglang.client import SGLangClient
 from relax_trio.backend.sglang.fleet import Server
-from relax_trio.errors import BackendError, BackendUnavailable
+from relax_trio.errors import BackendError, BackendProtocolError, BackendUnavailable, ConfigError
 
 _INTERVAL_S = 0.5
 _PROBE_S = 60.0
@@ -17,6 +17,7 @@ async def connect(client: SGLangClient, timeout_s: float) -> Server:
 
     Raises:
       BackendUnavailable: it did not within `timeout_s`; says what was wrong last.
+      ConfigError: it is a router.
 
     Cancellation: safe.
     """
@@ -28,6 +29,11 @@ async def connect(client: SGLangClient, timeout_s: float) -> Server:
                 probe = await client.probe(_PROBE_S)
             except BackendError as exc:
                 problem = str(exc)
+                if isinstance(exc, BackendProtocolError) and await client.is_router():
+                    raise ConfigError(
+                        f"{client.url} is an SGLang router and no server; --sglang-router-ip HOST and "
+                        f"--sglang-router-port PORT use its workers"
+                    ) from exc
                 await trio.sleep(_INTERVAL_S)
             else:
                 return Server(name=client.name, client=client, info=info, has_spans=probe.has_spans)

@@ -6,15 +6,24 @@ import hashlib
 from typing import Literal
 
 import trio
-from attrs import define, field
+from attrs import define, field, frozen
 
-from relax_trio.backend.sglang.client import SGLangClient
+from relax_trio.backend.sglang.client import MemoryTag, PauseMode, SGLangClient
 from relax_trio.backend.sglang.wire import ServerInfo
 from relax_trio.errors import BackendUnavailable
 from relax_trio.events import emit
+from relax_trio.ids import WeightVersion
 from relax_trio.sync.gate import Gate
 
 Routing = Literal["least_loaded", "session"]
+
+
+@frozen(kw_only=True)
+class LoadedAdapter:
+    """An adapter on a server: its name there, and the weight version that it is."""
+
+    name: str
+    version: WeightVersion
 
 
 @define(eq=False, kw_only=True)
@@ -28,6 +37,11 @@ class Server:
       n_legs: attempts that are on it now.
       generating: shut while it generates nothing although it is well: paused, or loading weights.
       n_holds: how often that was so, for those who looked away meanwhile.
+      paused: how it is paused for longer than an update of its weights takes; None: it is not.
+      adapter: the one that requests name; None: they are for the weights as they are.
+      unused_adapters: names of those that are to be unloaded.
+      released: memory that it has given up for a while.
+      asking: held while it is asked for its health, which may make it generate.
       doubted: set while it is not known whether it still lives: a connection to it broke.
       lost: why it is gone, None while it serves.
       gone: set when it is lost.
@@ -40,10 +54,16 @@ class Server:
     n_legs: int = 0
     generating: Gate = field(factory=Gate)
     n_holds: int = 0
+    paused: PauseMode | None = None
+    adapter: LoadedAdapter | None = None
+    unused_adapters: list[str] = field(factory=list)
+    released: set[MemoryTag] = field(factory=set)
+    asking: trio.Lock = field(factory=trio.Lock)
     doubted: trio.Event = field(factory=trio.Event)
     lost: str | None = None
     gone: trio.Event = field(factory=trio.Event)
     _scopes: set[trio.CancelScope] = field(factory=set)
+    _idle: trio.Event = field(factory=trio.Event)
 
     def hold(self, reason: str) -> None:
         """From now on it generates nothing."""
@@ -51,8 +71,9 @@ class Server:
         self.n_holds += 1
 
     def release(self) -> None:
-        """The opposite of `hold`."""
-        self.generating.open()
+        """The opposite of `hold`, while it is not paused."""
+        if self.paused is None:
+            self.generating.open()
 
     def enter(self) -> trio.CancelScope:
         """A scope around a leg, cancelled when the server is lost."""
@@ -65,6 +86,14 @@ class Server:
         """The leg is over."""
         self._scopes.remove(scope)
         self.n_legs -= 1
+        if not self.n_legs:
+            self._idle.set()
+            self._idle = trio.Event()
+
+    async def wait_idle(self) -> None:
+        """Wait until no leg is on it. Cancellation: safe."""
+        while self.n_legs:
+            await self._idle.wait()
 
     def lose(self, reason: str) -> None:
         """It is gone: whoever waits for an answer is told."""
@@ -108,6 +137,12 @@ class Fleet:
             server.doubted = trio.Event()
             self._tell()
 
+    def retire(self, server: Server) -> None:
+        """Let it have none any more; what runs on it goes on."""
+        emit("server.retired", server=server.name, legs=server.n_legs)
+        del self._servers[server.name]
+        self._tell()
+
     def lose(self, server: Server, reason: str) -> None:
         """Let it have none any more; attempts on it fail as retryable. Idempotent."""
         if server.lost is None:
@@ -138,6 +173,10 @@ class Fleet:
         if self._routing == "session":
             return max(servers, key=lambda server: _rank(session_key, server.name))
         return min(servers, key=lambda server: server.n_legs)
+
+    def routing_key(self, session_key: str) -> str | None:
+        """By which whatever stands between here and the servers keeps a Session together; None: it need not."""
+        return session_key if self._routing == "session" else None
 
     def _tell(self) -> None:
         self._changed.set()

@@ -9,7 +9,7 @@ from attrs import define, field
 from outcome import Outcome
 
 from relax_trio.backend.base import Attempt, AttemptResult
-from relax_trio.backend.sglang.fleet import Server
+from relax_trio.backend.sglang.fleet import LoadedAdapter, Server
 from relax_trio.backend.sglang.wire import Finish, Leg
 from relax_trio.data.sample import VersionSpan
 
@@ -20,6 +20,7 @@ class LegInFlight:
 
     Attributes:
       rid: its name on the server.
+      adapter: what its tokens are of; that of the server when it was sent.
       landed: set when it is over, however.
       is_called_back: an abort was asked for.
     """
@@ -27,8 +28,12 @@ class LegInFlight:
     server: Server
     rid: str
     sent_s: float = field(factory=trio.current_time)
+    adapter: LoadedAdapter | None = field(init=False)
     landed: trio.Event = field(factory=trio.Event)
     is_called_back: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        self.adapter = self.server.adapter
 
 
 @define(eq=False, kw_only=True)

@@ -19,8 +19,10 @@ async def watch_health(server: Server, fleet: Fleet, timeout_s: float) -> str:
     while True:
         with trio.move_on_after(interval_s):
             await server.doubted.wait()
-        paused, n_holds = not server.generating.is_open, server.n_holds
+        async with server.asking:
+            paused, n_holds = not server.generating.is_open, server.n_holds
+            is_alive = await server.client.is_alive(probe_s, paused=paused)
         # Paused while it was asked to generate: the answer says nothing.
-        if not await server.client.is_alive(probe_s, paused=paused) and (paused or n_holds == server.n_holds):
+        if not is_alive and (paused or n_holds == server.n_holds):
             return f"it was not well within --engine-health-timeout {timeout_s:g} s"
         fleet.trust(server)

@@ -24,6 +24,9 @@ from relax_trio.sync.process import Child, Warden
 TERM_GRACE_S = 2.0
 """A server has nothing to save, and one with a stuck request ignores SIGTERM."""
 
+EXIT_TOLD_S = 0.5
+"""A process that died refuses connections a moment before its exit is told; then that is the reason."""
+
 TAIL_BYTES = 4096
 
 _HOST = "127.0.0.1"
@@ -139,7 +142,9 @@ class OwnedServer:
                     else:
                         started.set()
                         holding.close()  # it has its weights
-                        life.end(await watch_health(server, fleet, self._common.health_timeout_s), fleet)
+                        reason = await watch_health(server, fleet, self._common.health_timeout_s)
+                        await trio.sleep(EXIT_TOLD_S)
+                        life.end(reason, fleet)
                     nursery.cancel_scope.cancel(reason=f"{self.name} is not well")
             finally:
                 life.end("the run ended", fleet)
@@ -181,6 +186,7 @@ class OwnedServer:
         env = dict(os.environ)
         no_proxy = ",".join(filter(None, [env.get("no_proxy") or env.get("NO_PROXY"), _HOST, "localhost"]))
         env["no_proxy"] = env["NO_PROXY"] = no_proxy  # a server asks itself over HTTP
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # what it keeps of images there outlives the weights it was made with
         if self._common.gpus:
             env["CUDA_VISIBLE_DEVICES"] = self._common.gpus[self._index]
         return env

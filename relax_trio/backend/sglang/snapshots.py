@@ -19,13 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from relax_trio.backend.base import WeightSource
+from relax_trio.backend.sglang.adapters import SavedAdapter, Shapes, check_adapter, write_adapter
 from relax_trio.errors import WeightSyncError, boundary
 from relax_trio.ids import WeightVersion
 
 if TYPE_CHECKING:
     import torch
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.safetensors.index.json", "*.bin.index.json")
 _N_SHOWN = 5
@@ -38,9 +37,12 @@ class Snapshots:
       root: directory for snapshots; made when the first is written.
       checkpoint: the directory that the run begins with; stays as it is.
       version: its version.
+      adapter: what is on top of it, where only an adapter changes.
     """
 
-    def __init__(self, root: Path, checkpoint: Path, version: WeightVersion) -> None:
+    def __init__(
+        self, root: Path, checkpoint: Path, version: WeightVersion, adapter: SavedAdapter | None = None
+    ) -> None:
         self._root = root
         self._checkpoint = checkpoint.absolute()
         self._shapes = checkpoint_shapes(self._checkpoint)
@@ -48,6 +50,7 @@ class Snapshots:
         self._limiter = trio.CapacityLimiter(1)
         self.path = self._checkpoint
         self.version = version
+        self.adapter = adapter
 
     async def publish(self, version: WeightVersion, source: WeightSource) -> None:
         """Make `source` the version that servers are to have.
@@ -72,6 +75,25 @@ class Snapshots:
         old, self.path, self.version = self.path, path, version
         self._drop(old)
 
+    async def publish_adapter(self, version: WeightVersion, source: WeightSource) -> SavedAdapter:
+        """Make the adapter of `source` what servers are to have on top of the checkpoint, which stays the same.
+
+        Raises:
+          WeightSyncError: there is none, it does not fit the checkpoint, or it can't be written.
+
+        Cancellation: waits until what has begun is written.
+        """
+        adapter = source.adapter
+        if adapter is None:
+            raise WeightSyncError(f"weights {version!r}: only adapters are handed over, and this source has none")
+        check_adapter(adapter, self._shapes, version)
+        path = (self._root / f"adapter-{version}").absolute()
+        await trio.to_thread.run_sync(write_adapter, adapter, path, limiter=self._limiter)
+        old, self.adapter = self.adapter, SavedAdapter(version=version, path=path)
+        if old is not None and old.path != path and old.path.parent == path.parent:
+            shutil.rmtree(old.path, ignore_errors=True)
+        return self.adapter
+
     @contextmanager
     def held(self) -> Iterator[Path]:
         """The current directory, which stays for the length of the block."""
@@ -85,7 +107,7 @@ class Snapshots:
 
     def remove(self) -> None:
         """Remove what was written: no server needs it any more."""
-        for path in self._root.glob("weights-*"):
+        for path in (*self._root.glob("weights-*"), *self._root.glob("adapter-*")):
             shutil.rmtree(path, ignore_errors=True)
 
     def _drop(self, path: Path) -> None:

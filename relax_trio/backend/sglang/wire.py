@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections.abc import Sequence
 from typing import Literal, cast
 
 from attrs import evolve, frozen
@@ -23,8 +24,24 @@ Finish = Literal["stop", "length", "abort"]
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _SEED_BITS = 31
+_FORBIDDEN_BIAS = -1e9
+"""Added to the logit of a token that may not be generated; whatever the temperature, no probability is left."""
+
 _N_SHOWN = 500
 _CONTEXT_WORDS = ("maximum context length", "the model's context length", "maximum allowed length")
+
+
+@frozen(kw_only=True)
+class WireImage:
+    """An image as a server is sent it.
+
+    Attributes:
+      url: data: URL.
+      key: hexadecimal name, 64 bits, under which the server may keep what its vision tower made of it.
+    """
+
+    url: str
+    key: str
 
 
 @frozen(kw_only=True)
@@ -35,6 +52,7 @@ class Leg:
       token_ids, logprobs: `array('i')` and `array('d')`, equally long.
       finish: as the server says it.
       message: the server's words about an abort.
+      prompt_len: tokens of the prompt as the server counts them; None where it never looked at it.
     """
 
     token_ids: array[int]
@@ -44,6 +62,7 @@ class Leg:
     stop_string: str | None = None
     cached_len: int = 0
     message: str = ""
+    prompt_len: int | None = None
 
     def ended_at(self, n_tokens: int, stop_string: str) -> Leg:
         """The same leg, ended by a stop string after `n_tokens`."""
@@ -72,6 +91,10 @@ class ServerInfo:
       max_total_tokens: tokens of its KV cache.
       n_ranks: copies of serialized weights that it wants: one for each tensor-parallel rank.
       saves_memory: started with `--enable-memory-saver`, so that memory can be released.
+      max_adapter_rank: of low-rank adapters that it takes; None: none.
+      n_replicas, n_stages: data-parallel copies and pipeline stages.
+      device: what it runs on, e.g. "cuda".
+      watchdog_s: a batch that takes longer than this ends the server.
     """
 
     version: str
@@ -79,14 +102,34 @@ class ServerInfo:
     max_total_tokens: int
     n_ranks: int = 1
     saves_memory: bool = False
+    max_adapter_rank: int | None = None
+    n_replicas: int = 1
+    n_stages: int = 1
+    device: str = "cuda"
+    watchdog_s: float = 300.0
 
 
 def generate_body(
-    rid: str, token_ids: array[int], sampling: SamplingParams, max_new_tokens: int, session_id: str | None = None
+    rid: str,
+    token_ids: array[int],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    session_id: str | None = None,
+    *,
+    images: Sequence[WireImage] = (),
+    forbidden_ids: Sequence[int] = (),
+    routing_key: str | None = None,
+    adapter: str | None = None,
 ) -> bytes:
     """The body of `/generate` for one leg of an attempt.
 
     Every sampling parameter that a server could have a default of its own for is written out.
+
+    Args:
+      images: what the placeholders among `token_ids` stand for, one each.
+      forbidden_ids: never generated; logprobs are those of the distribution without them.
+      routing_key: names the Session to a server that schedules or counts by it; others take no notice.
+      adapter: name of the adapter on the server that the tokens are to be of.
     """
     params: JsonObject = {
         "max_new_tokens": max_new_tokens,
@@ -107,6 +150,8 @@ def generate_body(
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed % (1 << _SEED_BITS)
+    if forbidden_ids:
+        params["logit_bias"] = {str(token_id): _FORBIDDEN_BIAS for token_id in forbidden_ids}
     ids: list[JsonValue] = list(token_ids)
     body: JsonObject = {
         "rid": rid,
@@ -117,6 +162,13 @@ def generate_body(
     }
     if session_id is not None:
         body["session_id"] = session_id
+    if routing_key is not None:
+        body["routing_key"] = routing_key
+    if adapter is not None:
+        body["lora_path"] = adapter
+    if images:
+        body["image_data"] = [image.url for image in images]
+        body["mm_hashes"] = [image.key for image in images]
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -141,7 +193,7 @@ def read_leg(status: int, body: bytes, what: str) -> Leg:
     finish = _FINISHES.get(str(reason.get("type"))) if isinstance(reason, dict) else None
     if not isinstance(reason, dict) or finish is None:
         raise BackendProtocolError(f"{what}: finish_reason is {reason!r}")
-    matched, cached = reason.get("matched"), meta.get("cached_tokens")
+    matched, cached, prompt = reason.get("matched"), meta.get("cached_tokens"), meta.get("prompt_tokens")
     return Leg(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -150,6 +202,7 @@ def read_leg(status: int, body: bytes, what: str) -> Leg:
         stop_string=matched if isinstance(matched, str) else None,
         cached_len=cached if isinstance(cached, int) else 0,
         message=str(reason.get("message") or ""),
+        prompt_len=prompt if isinstance(prompt, int) else None,
     )
 
 
@@ -169,14 +222,20 @@ def read_info(status: int, body: bytes, what: str) -> ServerInfo:
     version, input_len, total = (answer.get(k) for k in ("version", "max_req_input_len", "max_total_num_tokens"))
     if not isinstance(version, str) or not isinstance(input_len, int) or not isinstance(total, int):
         raise BackendProtocolError(f"{what}: does not look like an SGLang server: {_shown(body)}")
-    ranks = answer.get("tp_size")
+    rank, device, watchdog_s = (answer.get(k) for k in ("max_lora_rank", "device", "watchdog_timeout"))
     return ServerInfo(
         version=version,
         # A prompt must be shorter than this, and prompt plus completion may be four longer: this serves both.
         max_context_len=input_len,
         max_total_tokens=total,
-        n_ranks=ranks if isinstance(ranks, int) else 1,
+        n_ranks=_size(answer, "tp_size"),
         saves_memory=answer.get("enable_memory_saver") is True,
+        max_adapter_rank=rank if answer.get("enable_lora") is True and isinstance(rank, int) else None,
+        # Older servers count the data-parallel groups of attention with it, which are tensor-parallel ranks.
+        n_replicas=1 if answer.get("enable_dp_attention") is True else _size(answer, "dp_size"),
+        n_stages=_size(answer, "pp_size"),
+        device=device if isinstance(device, str) else "cuda",
+        watchdog_s=float(watchdog_s) if isinstance(watchdog_s, int | float) else 300.0,
     )
 
 
@@ -240,6 +299,24 @@ def read_success(status: int, body: bytes, what: str) -> str:
     if answer.get("success") is not True:
         raise BackendRejected(f"{what}: {message}")
     return message
+
+
+def read_adapter_success(status: int, body: bytes, what: str) -> None:
+    """As `read_success`, of the paths for adapters, which have other words for it.
+
+    Raises:
+      BackendError: the status or the answer tells of failure.
+    """
+    if status == 400 and isinstance(message := _object(body).get("error_message"), str):
+        raise BackendRejected(f"{what}: {message[:_N_SHOWN]}")
+    answer = read_object(status, body, what)
+    if answer.get("success") is not True:
+        raise BackendRejected(f"{what}: {answer.get('error_message')}")
+
+
+def _size(answer: JsonObject, name: str) -> int:
+    value = answer.get(name)
+    return value if isinstance(value, int) else 1
 
 
 def _object(body: bytes) -> JsonObject:
