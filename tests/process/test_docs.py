@@ -99,7 +99,9 @@ def test_every_flag_that_docs_name_exists():
     own |= {"--rollout"}  # of relax-trio replay
     own |= {"--tp-size", "--enable-metrics", "--watchdog-timeout"}  # of SGLang, as are --sglang-… not in the list
     own |= {"--enable-lora", "--max-lora-rank", "--max-loras-per-batch", "--enable-memory-saver"}
-    own |= {"--dp-size", "--pp-size"}
+    own |= {"--dp-size", "--pp-size", "--schedule-policy"}
+    own |= {"--policy", "--dp-aware"}  # of SGLang's router
+    own |= {"--no-deps"}  # of pip
     for page in PAGES:
         if page.name == "flags.md":  # made from the flags themselves
             continue
