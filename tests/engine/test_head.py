@@ -7,6 +7,7 @@ import torch
 from builders_train import tiny_model
 from transformers import CohereConfig, CohereForCausalLM, GraniteConfig, GraniteForCausalLM
 
+from relax_trio.config.tree import RolloutConfig
 from relax_trio.train.head import Distribution, Head, find_head
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_torch_thread")]
@@ -145,3 +146,27 @@ def test_a_model_that_changes_its_logits_in_its_own_way_has_no_head():
 
     model.forward = shifted
     assert find_head(model) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"top_p": 0.6}, [0, 1]),  # the token that crosses the mass is one of the nucleus
+        ({"top_p": 0.45}, [0]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_k": 3, "top_p": 0.8}, [0, 1]),  # of what top-k leaves, 5/9 and 8/9
+        ({}, [0, 1, 2, 3]),
+    ],
+)
+@pytest.mark.parametrize("recorded", [0, 3])
+def test_the_support_is_what_rollout_sampled_from_and_the_recorded_token(limits, kept, recorded):
+    logits = torch.tensor([[0.5, 0.3, 0.1, 0.1 - 1e-9]], dtype=torch.float64).log()
+    found = Distribution(**limits).log_softmax(logits, torch.tensor([recorded]))[0]
+    assert found.isfinite().nonzero()[:, 0].tolist() == sorted({*kept, recorded})
+
+
+def test_greedy_rollout_records_the_plain_softmax():
+    greedy = RolloutConfig(rollout_temperature=0.0, rollout_top_p=0.5, rollout_top_k=3)
+    assert Distribution.of_rollout(greedy) == Distribution()
+    warm = RolloutConfig(rollout_temperature=0.7, rollout_top_p=0.5, rollout_top_k=3)
+    assert Distribution.of_rollout(warm) == Distribution(temperature=0.7, top_p=0.5, top_k=3)

@@ -88,4 +88,7 @@ def test_parameters_by_layer_type_count_as_the_strictest_and_plain_ones_not_at_a
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     config = Gemma3TextConfig(rope_parameters={"full_attention": DYNAMIC, "sliding_attention": plain})
     assert constant_rope_len(config) == config.max_position_embeddings
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": SHORT}
+    config.rope_parameters = {"full_attention": DYNAMIC, "sliding_attention": longrope}
+    assert constant_rope_len(config) == SHORT
     assert constant_rope_len(LlamaConfig(**SIZES)) is None

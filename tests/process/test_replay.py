@@ -278,6 +278,18 @@ def assert_named(out, capsys, edit, stage):
     assert text.splitlines()[-1].startswith("".join(told))
 
 
+@pytest.mark.parametrize("name", ["train/loss", "train/grad_norm", "train/entropy"])
+def test_a_number_of_the_optimizer_phase_that_differs_is_named(copied, capsys, name):
+    path = copied / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[1][name] += 0.01 * abs(records[1][name]) + 1e-3
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert replayed(capsys, copied, 0)[0] == 0
+    code, text = replayed(capsys, copied, 1)
+    assert code == 1
+    assert text.splitlines()[-1].startswith(f"first difference in loss: {name}: ")
+
+
 def test_a_row_that_is_missing_is_named(copied, capsys):
     path = copied / "rollout" / "0.jsonl"
     *kept, last = path.read_text().splitlines()
