@@ -29,6 +29,9 @@ from relax_trio.runtime.shared import Shared, TurnLimits
 from relax_trio.runtime.step import Step, Tally
 from relax_trio.sync.gate import Gate
 
+_TELL_AFTER_ROUNDS = 4
+"""As many Groups as are at work at once, so often in a row, were given up by the user's hooks."""
+
 
 @define(eq=False, kw_only=True)
 class Resident:
@@ -97,6 +100,7 @@ class Residents:
     _wanted: Gate = field(factory=lambda: Gate(shut="no Group is wanted"))
     _permits: trio.CapacityLimiter = field(init=False)
     _failures_in_a_row: int = 0
+    _given_up_in_a_row: int = 0
     _nursery: trio.Nursery = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -273,6 +277,7 @@ class Residents:
         if isinstance(outcome, Complete):
             self._failures_in_a_row = 0
         if scored is not None and self.failure is None and self.ledger.pay(scored):
+            self._given_up_in_a_row = 0
             emit("group.scored", group=group.id)
             return
         self.tally.n_dropped += 1
@@ -280,7 +285,7 @@ class Residents:
         failure = outcome.failure if isinstance(outcome, Dropped) else None
         if resident.filtered is not None:
             # Its row is done: given back it would come again at once, and most likely be filtered again.
-            self.tally.n_filtered += 1
+            self._count_given_up(resident.filtered)
         elif failure is None:
             self.rows.give_back(group.task)
         else:
@@ -292,6 +297,13 @@ class Residents:
         if scored is not None:
             return "surplus at the close of the step" if self.failure is None else "the run failed"
         return resident.filtered or resident.why_dropped or "it could not be scored"
+
+    def _count_given_up(self, reason: str) -> None:
+        """Groups that are never kept are told of at intervals: a step goes on for as long as there are rows."""
+        self.tally.n_filtered += 1
+        self._given_up_in_a_row += 1
+        if self._given_up_in_a_row % (_TELL_AFTER_ROUNDS * self.config.n_work_groups) == 0:
+            emit("groups.none_kept", groups=self._given_up_in_a_row, reason=reason)
 
     def _count_failure(self, group: Group, failure: Failed) -> None:
         """A row whose Groups fail too often, whoever's fault, is set aside; a run of nothing but failures ends."""

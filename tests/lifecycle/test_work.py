@@ -386,6 +386,21 @@ async def test_a_filtered_group_creates_new_demand_and_its_row_is_done(autojump_
     assert {e.fields["group"] for e in events if e.name == "group.filtered"} == {"G0", "G2"}
 
 
+async def test_groups_that_are_never_kept_are_told_of_at_intervals(autojump_clock, events, monkeypatch):
+    """Two Groups at work: told after the 8th and the 16th in a row; a step in which one is kept begins anew."""
+    paths = install_hooks(
+        monkeypatch, dynamic_sampling_filter_path=lambda args, samples: samples[0].metadata["row"] in (17, 18, 25, 26)
+    )
+    scorer = RewardScorer(RewardConfig(**paths), SimpleNamespace(), InlineCpuPool())
+    async with open_work(n_rows=40, reward=scorer) as work:
+        await work.run_step(0)
+        await work.run_step(1)
+
+    told = [event.fields for event in events if event.name == "groups.none_kept"]
+    assert [fields["groups"] for fields in told] == [8, 16]
+    assert all("dynamic_sampling_filter_path" in fields["reason"] for fields in told)
+
+
 async def test_with_a_group_hook_an_evaluation_rolls_a_row_out_as_one_group(autojump_clock, monkeypatch):
     async def agent(agent):
         await agent.client.chat(agent, user("a"))
