@@ -89,11 +89,15 @@ class WireServer:
         self.stale_hits = 0
         self.refuse_flush = False
         self.refuse_pause = self.refuse_continue = False
+        self.n_ended_held = 0  # requests that have ended in a batch that is held in place
         self.n_lost_aborts = 0  # that came while it was paused
         self.watchdog_s = 300.0
         self.pad_id = None  # of a model that reads images, with as many placeholders for each image
         self.image_len = 1
         self.minds_bias = True
+        self.eos_id = None  # ends a turn
+        self.model_path = None  # a directory; else the recorded name
+        self.loaded_from = None  # what was loaded last
 
     async def run(self, port=0, *, task_status=trio.TASK_STATUS_IGNORED):
         async with trio.open_nursery() as nursery:
@@ -127,8 +131,8 @@ class WireServer:
             self._scope.cancel(reason="died")
 
     async def _answer(self, method, target, body):
-        while self.hangs:
-            await trio.sleep_forever()
+        while self.hangs:  # noqa: ASYNC110 - as a stopped process does
+            await trio.sleep(TICK_S)
         url = urlsplit(target)
         self.log.append(f"{method} {target}")
         name = url.path.strip("/").replace("/", "_")
@@ -146,11 +150,13 @@ class WireServer:
 
     async def _server_info(self, _):
         info = json.loads(answer_of(self.version, "00_server_info")[1])
-        return 200, _json({**info, "max_req_input_len": self.context_len - 6, "watchdog_timeout": self.watchdog_s})
+        info |= {"max_req_input_len": self.context_len - 6, "watchdog_timeout": self.watchdog_s}
+        return 200, _json(info if self.model_path is None else {**info, "model_path": str(self.model_path)})
 
     async def _model_info(self, _):
+        info = json.loads(answer_of(self.version, "00_model_info")[1])
         return 200, _json(
-            {**json.loads(answer_of(self.version, "00_model_info")[1]), "weight_version": self.weight_version}
+            {**info, "weight_version": self.weight_version, "model_path": self.loaded_from or info["model_path"]}
         )
 
     async def _health(self, _):
@@ -224,12 +230,12 @@ class WireServer:
                 request.tokens.append(token)
                 request.versions.append(self.weight_version)
                 self.cached_under.add(self.weight_version)
-                if token in params.get("stop_token_ids", ()):
+                if token in _stops(params) or (token == self.eos_id and not params.get("ignore_eos")):
                     return
 
     def _told(self, rid, request, params):
         tokens = request.tokens
-        if tokens and tokens[-1] in params.get("stop_token_ids", ()):
+        if tokens and tokens[-1] in _stops(params):
             template, reason = "01_generate_stop_token_id_noignore", {"matched": tokens[-1]}
         elif request.aborted:
             template, reason = "04_abort_victim_generate", {}
@@ -283,7 +289,7 @@ class WireServer:
 
     async def _flush_cache(self, body):
         wait_s = float(body.get("timeout", 0))
-        if self.refuse_flush or (self.running and self.paused == "in_place"):
+        if self.refuse_flush or ((self.running or self.n_ended_held) and self.paused == "in_place"):
             return answer_of(self.version, "06_flush_busy")
         if self.running and (wait_s or self.paused != "retract"):
             with trio.move_on_after(wait_s):
@@ -305,6 +311,7 @@ class WireServer:
             await trio.sleep(TICK_S)
         if body.get("flush_cache", True):
             self.cached_under = set()
+        self.loaded_from = body["model_path"]
         return self._updated(body, "07_update_from_disk_b")
 
     async def _begin_weight_update(self, _):
@@ -358,6 +365,11 @@ async def _read(http, stream):
             return request, body
         else:
             return None, b""
+
+
+def _stops(params):
+    """Token ids that end a turn besides the model's own; `ignore_eos` switches them off, too."""
+    return () if params.get("ignore_eos") else params.get("stop_token_ids", ())
 
 
 def _spans(versions):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+from relax_trio.config.check_backend import is_server_url
 from relax_trio.config.option import option, positive
 from relax_trio.config.parse import parse_command
 from relax_trio.errors import ConfigError
@@ -28,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
       ConfigError: no URL.
       BackendError: the server does not answer.
     """
-    if not argv or not argv[0].startswith("http"):
+    if not argv or not is_server_url(argv[0]):
         raise ConfigError(f"name a server: {_USAGE}")
     url, *rest = argv
     _, own = parse_command(rest, Own)

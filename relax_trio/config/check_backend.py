@@ -9,6 +9,7 @@ from relax_trio.config.tree import Config
 
 _OURS = {
     "--model-path": "--hf-checkpoint says which",
+    "--model": "--hf-checkpoint says which",
     "--host": "servers listen on the loopback address",
     "--port": "each gets a free one",
     "--weight-version": "the run counts them",
@@ -32,6 +33,10 @@ def backend_problems(config: Config) -> list[str]:
         problems.append(
             f"{given[0]} is for servers that the run starts, but --sglang-server or --sglang-router-ip names others"
         )
+    if external and backend.sglang_num_servers != 1:
+        problems.append(
+            "--sglang-num-servers says how many the run starts, but --sglang-server or --sglang-router-ip names others"
+        )
     if backend.sglang_server and backend.sglang_router_ip is not None:
         problems.append("--sglang-server and --sglang-router-ip exclude each other: name servers or a router")
     problems += [
@@ -39,11 +44,12 @@ def backend_problems(config: Config) -> list[str]:
         for word in backend.sglang_args
         if word in _OURS
     ]
-    for url in backend.sglang_server:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            problems.append(f"--sglang-server {url}: must be like http://HOST:PORT")
-    if len(set(backend.sglang_server)) < len(backend.sglang_server):
+    problems += [
+        f"--sglang-server {url}: must be like http://HOST:PORT"
+        for url in backend.sglang_server
+        if not is_server_url(url)
+    ]
+    if len({url.rstrip("/") for url in backend.sglang_server}) < len(backend.sglang_server):
         problems.append("--sglang-server names a server twice")
     if backend.sglang_gpus and len(backend.sglang_gpus) % backend.sglang_num_servers:
         problems.append(
@@ -59,6 +65,16 @@ def backend_problems(config: Config) -> list[str]:
     if config.rollout.deterministic and "--enable-deterministic-inference" not in backend.sglang_args:
         problems.append("--deterministic with SGLang needs --sglang-enable-deterministic-inference")
     return problems
+
+
+def is_server_url(url: str) -> bool:
+    """Whether it says where a server is, like http://HOST:PORT."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return is_whole and parts.path in ("", "/") and not parts.query
+    except ValueError:
+        return False
 
 
 def backend_warnings(config: Config) -> list[str]:

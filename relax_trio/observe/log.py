@@ -26,6 +26,10 @@ ACCOUNTING_EVENTS = frozenset({"accounting_start", "accounting_end", "idle_heart
 """Events that appear under the documented marker `AGENTIC ROLLOUT`."""
 
 _TOLD_NOUNS = frozenset({"run", "engine", "eval", "checkpoint", "row", "log"})
+_TOLD_EVENTS = ACCOUNTING_EVENTS | {
+    *("server.started", "server.waiting", "server.admitted", "server.died", "server.unreachable"),
+    *("router.unreachable", "router.worker_refused", "groups.none_kept"),
+}
 _TOLD_VERBS = frozenset(
     {"failed", "timed_out", "dropped", "skipped", "stalled", "retried", "warned", "abort_timeout", "nonfinite"}
 )
@@ -126,7 +130,7 @@ class ConsoleSink:
 def is_told(event: Event) -> bool:
     """Whether a person who watches the run wants to see this event."""
     noun, _, verb = event.name.partition(".")
-    return event.name in ACCOUNTING_EVENTS or noun in _TOLD_NOUNS or verb in _TOLD_VERBS
+    return event.name in _TOLD_EVENTS or noun in _TOLD_NOUNS or verb in _TOLD_VERBS
 
 
 def _coloured(stamp: str, event: Event) -> str:

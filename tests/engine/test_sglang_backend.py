@@ -12,8 +12,9 @@ from builders_sglang import backend_on
 from sglang_wire import VERSIONS, token_at, wire_server
 
 from relax_trio.backend.base import WeightSource
-from relax_trio.backend.sglang.check import check_engine, table
-from relax_trio.errors import BackendRejected, BackendUnavailable, WeightSyncError
+from relax_trio.backend.sglang.check import EngineCheck, check_engine, table
+from relax_trio.backend.sglang.client import SGLangClient
+from relax_trio.errors import BackendRejected, BackendUnavailable, ConfigError, WeightSyncError
 
 pytestmark = pytest.mark.engine
 
@@ -82,6 +83,24 @@ async def test_a_context_that_the_server_would_cut_silently_is_refused(make, ser
         assert (result.finish, len(result.token_ids)) == ("length", 4)
         with pytest.raises(BackendRejected, match="exceed the context"):
             await backend.generate(make_attempt([1] * (CONTEXT_LEN - 4), max_new_tokens=5))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+async def test_a_server_of_another_model_is_refused_before_it_dies_of_the_weights(make, server, tmp_path, kind):
+    other = make_model(kind)
+    other.resize_token_embeddings(VOCAB_LEN + 8)
+    server.model_path = save_checkpoint(other, tmp_path / "other")
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="serves another model"), flatten_subgroups=True):
+        async with serving(make()):
+            pass
+    assert "POST /update_weights_from_disk" not in server.log
+
+
+async def test_a_server_of_the_same_model_in_another_directory_is_taken(make, server, model, tmp_path):
+    server.model_path = save_checkpoint(model, tmp_path / "same")
+    async with serving(make()) as backend:
+        assert len(backend.servers) == 1
+    assert server.weight_version == "v1"
 
 
 async def test_no_grammar_session_or_image_field_is_ever_sent(make, server):
@@ -304,6 +323,38 @@ async def test_a_server_that_hangs_is_noticed_and_what_ran_on_it_may_be_sent_aga
         server._scope.cancel(reason="it never answers")
 
 
+async def test_a_server_that_hangs_while_weights_change_holds_up_the_others_for_its_health_timeout(
+    make, version, server, source
+):
+    async with (
+        wire_server(version, context_len=CONTEXT_LEN + 6) as other,
+        serving(make(server.url, other.url, health_timeout_s=0.4)) as backend,
+    ):
+        server.hangs = True
+        with trio.fail_after(10):  # the call itself may take ten minutes
+            await backend.update_weights("v2", source)
+        assert [s.client.url for s in backend.servers] == [other.url]
+        assert other.weight_version == "v2"
+        server._scope.cancel(reason="it never answers")
+
+
+@pytest.mark.parametrize("paused", [None, "retract", "in_place"])
+async def test_a_server_that_hung_and_is_back_goes_on_and_ends_what_nobody_waits_for(make, server, source, paused):
+    async with serving(make(health_timeout_s=0.4)) as backend, trio.open_nursery() as nursery:
+        nursery.start_soon(_ignore_unavailable, backend, make_attempt([1], max_new_tokens=LONG))
+        await eventually(lambda: server.running)
+        server.tokens_per_s, server.hangs = 0.0, True
+        await eventually(lambda: not backend.servers)
+        await backend.update_weights("v2", source)
+        server.paused, server.hangs, server.tokens_per_s = paused, False, 20.0  # the attempt would take half a minute
+        await eventually(lambda: not server.running)
+        await eventually(lambda: backend.servers)
+        server.tokens_per_s = 1000.0
+        result = await backend.generate(make_attempt([1], session="again", rid="again", max_new_tokens=2))
+    assert spans(result) == [("v2", 2)]
+    assert server.paused is None
+
+
 # --- sessions ---------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +402,40 @@ async def test_the_check_of_a_server_finds_what_its_version_can_do(server, versi
     assert told["SGLang"] == version
     assert told["version of each token"] == ("no" if server.is_old else "yes")
     assert ("a paused attempt goes on (retract)" in told) is not server.is_old
+
+
+async def test_the_check_takes_no_model_that_ends_its_turns_soon_for_a_broken_server(server):
+    server.eos_id = token_at(4, server.vocab_len)  # the second one of a greedy answer
+
+    findings = await trio.to_thread.run_sync(check_engine, server.url, 5.0)
+
+    told = {finding.what: finding.verdict for finding in findings}
+    assert "FAILED" not in {verdict for what, verdict in told.items() if what not in CACHED}, table(findings)
+
+
+@pytest.mark.parametrize("refused", ["refuse_pause", "refuse_continue"])
+async def test_a_server_that_fails_in_the_middle_of_a_check_fails_that_one_and_runs_nothing_of_it(server, refused):
+    setattr(server, refused, True)
+
+    findings = await trio.to_thread.run_sync(check_engine, server.url, 5.0)
+
+    told = {finding.what: finding.verdict for finding in findings}
+    assert told["a paused attempt goes on (in_place)"] == "FAILED"
+    assert told["metrics"] == "yes"
+    if refused == "refuse_pause":
+        assert not server.running
+
+
+async def test_a_check_that_is_interrupted_in_a_pause_leaves_the_server_going_on_and_idle(server):
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            client = SGLangClient(server.url, "server", 8)
+            nursery.start_soon(EngineCheck(client).run)
+            await eventually(lambda: server.paused)
+            nursery.cancel_scope.cancel(reason="Ctrl-C")
+        await client.aclose()
+        await eventually(lambda: not server.running)
+    assert server.paused is None
 
 
 CACHED = {"a prefix is cached, and flushed"}

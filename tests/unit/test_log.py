@@ -59,6 +59,14 @@ def test_accounting_events_appear_under_the_documented_marker(tmp_path):
     assert "\x1b[1mAGENTIC ROLLOUT event=accounting_end rollout=0" in console.getvalue()
 
 
+@pytest.mark.parametrize("verb", ["started", "waiting", "admitted", "died", "unreachable"])
+def test_the_console_tells_what_becomes_of_servers(verb):
+    plain = io.StringIO()
+    ConsoleSink(plain, now=lambda: NOON)(Event(f"server.{verb}", 0.0, {"server": "0"}))
+    ConsoleSink(plain, now=lambda: NOON)(Event("server.updated", 0.0, {"server": "0"}))
+    assert plain.getvalue() == f"12:34:56 server.{verb} server=0\n"
+
+
 def test_the_console_tells_what_a_person_wants_to_see_and_colours_terminals_only():
     plain, terminal, everything = io.StringIO(), Terminal(), io.StringIO()
     sinks = [

@@ -202,6 +202,17 @@ async def test_a_snapshot_is_a_checkpoint_with_other_weights(snapshots, model):
         assert torch.equal(loaded[name], parameter + 1)
 
 
+async def test_what_the_run_has_not_written_stays_wherever_it_lies(model, tmp_path):
+    checkpoint = save_checkpoint(model, tmp_path / "weights" / "weights-mine")
+    snapshots = Snapshots(tmp_path / "weights", checkpoint, "0")
+    source = WeightSource(tensors=dict(model.named_parameters()))
+    await snapshots.publish("1", source)
+    await snapshots.publish("2", source)
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["weights-2", "weights-mine"]
+    snapshots.remove()
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
 async def test_a_snapshot_stays_while_somebody_starts_from_it(snapshots, model):
     source = WeightSource(tensors=dict(model.named_parameters()))
     await snapshots.publish("1", source)
@@ -326,6 +337,15 @@ def test_flags_of_the_server_are_passed_on_as_they_are_and_ours_are_not():
         (("--sglang-server", "http://a:1"), "without --rollout-backend sglang"),
         (("--rollout-backend", "sglang", "--sglang-port", "3"), "--sglang-port can't be given"),
         (("--rollout-backend", "sglang", "--sglang-server", "a:1"), "must be like http://HOST:PORT"),
+        (("--rollout-backend", "sglang", "--sglang-server", "http://[::1"), "must be like http://HOST:PORT"),
+        (("--rollout-backend", "sglang", "--sglang-server", "http://a:b"), "must be like http://HOST:PORT"),
+        (("--rollout-backend", "sglang", "--sglang-server", "http://a:1/v1"), "must be like http://HOST:PORT"),
+        (
+            ("--rollout-backend", "sglang", "--sglang-server", "http://a:1", "--sglang-num-servers", "2"),
+            "names others",
+        ),
+        (("--rollout-backend", "sglang", "--sglang-server", "http://a:1", "http://a:1/"), "names a server twice"),
+        (("--rollout-backend", "sglang", "--sglang-model", "other"), "--hf-checkpoint says which"),
         (("--rollout-backend", "sglang", "--sglang-server", "http://a:1", "http://a:1"), "names a server twice"),
         (("--rollout-backend", "sglang", "--sglang-server", "http://a:1", "--sglang-tp-size", "2"), "names others"),
         (

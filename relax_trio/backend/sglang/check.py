@@ -1,13 +1,17 @@
 """The contract of a backend tried out on a running server, one finding after another: `relax-trio engine-check URL`.
 
-Only what leaves the server as it was: its weights are not changed. Nothing is sent that is known to kill a server.
+Only what leaves the server as it was: its weights are not changed, and however a check ends, the server goes on and
+runs nothing of it. Nothing is sent that is known to kill a server, as long as nobody else uses it.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import secrets
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 
 import trio
@@ -16,15 +20,17 @@ from attrs import define, field, frozen
 from relax_trio.backend.base import SamplingParams
 from relax_trio.backend.sglang import wire
 from relax_trio.backend.sglang.attempts import ABORT_AFTER_S
-from relax_trio.backend.sglang.client import PauseMode, SGLangClient
+from relax_trio.backend.sglang.client import CONTROL_S, PauseMode, SGLangClient
 from relax_trio.backend.sglang.connect import connect
 from relax_trio.errors import BackendError, BackendRejected
+from relax_trio.sync.cleanup import cleanup_scope
 
 Check = Callable[[], Awaitable[str]]
 
 _PROBE_S = 60.0
 _FINISH_S = 120.0
-_LONG = 256
+_LONG = 4096
+"""New tokens of an attempt that is to run until it is aborted."""
 
 
 @frozen
@@ -52,6 +58,7 @@ class EngineCheck:
 
     client: SGLangClient
     info: wire.ServerInfo | None = None
+    _tag: str = field(factory=functools.partial(secrets.token_hex, 4))
     _rids: count[int] = field(factory=functools.partial(count, 1))
 
     async def run(self) -> list[Finding]:
@@ -112,6 +119,10 @@ class EngineCheck:
                 return Finding(what, "yes", await check())
         except (BackendError, _Broken) as exc:
             return Finding(what, "FAILED", str(exc))
+        except ExceptionGroup as group:  # of a check with an attempt beside it
+            if group.split((BackendError, _Broken))[1] is not None:
+                raise
+            return Finding(what, "FAILED", _first_text(group))
         except trio.TooSlowError:
             return Finding(what, "FAILED", f"not finished after {_FINISH_S:g} s")
 
@@ -152,23 +163,19 @@ class EngineCheck:
 
     async def _resumes(self) -> str:
         first = await self._aborted()
-        rest = await self._generate([5, 6, 7, *first.token_ids], 4)
-        whole = await self._generate([5, 6, 7], len(first.token_ids) + 4)
+        rest = await self._generate([5, 6, 7, *first.token_ids], 4, ends=False)
+        whole = await self._generate([5, 6, 7], len(first.token_ids) + 4, ends=False)
         both = [*first.token_ids, *rest.token_ids]
         _expect(whole.token_ids.tolist()[: len(both)] == both, "the continuation differs from the unbroken answer")
         return f"{len(first.token_ids)} + {len(rest.token_ids)} tokens"
 
     async def _refuses_twin(self) -> str:
-        rid = self._rid()
         refused = False
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._long, rid, [])
-            await trio.sleep(ABORT_AFTER_S)
+        async with self._running(ABORT_AFTER_S) as (rid, _):
             try:
                 await self._generate([5], 1, rid=rid)
             except BackendRejected:
                 refused = True
-            await self.client.abort(rid)
         _expect(refused, "it was taken twice")
         return "HTTP 400"
 
@@ -186,22 +193,20 @@ class EngineCheck:
         return ""
 
     async def _pauses(self, mode: PauseMode) -> str:
-        legs: list[wire.Leg] = []
-        rid = self._rid()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._long, rid, legs)
+        async with self._running(0.2) as (_, legs):
+            try:
+                await self.client.pause(mode)
+                await trio.sleep(0.2)
+            finally:
+                with cleanup_scope(CONTROL_S, "continuing the server"):
+                    await self.client.resume()
             await trio.sleep(0.2)
-            await self.client.pause(mode)
-            await trio.sleep(0.2)
-            await self.client.resume()
-            await trio.sleep(0.2)
-            await self.client.abort(rid)
         return f"{len(legs[0].token_ids)} tokens"
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _rid(self) -> str:
-        return f"engine-check-{next(self._rids)};"
+        return f"engine-check-{self._tag}-{next(self._rids)};"
 
     async def _generate(
         self,
@@ -211,28 +216,52 @@ class EngineCheck:
         rid: str | None = None,
         stop_token_ids: tuple[int, ...] = (),
         session: str | None = None,
+        ends: bool = True,
     ) -> wire.Leg:
+        """Run an attempt; without `ends` it goes on behind the end of a turn, whatever the model."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=n, stop_token_ids=stop_token_ids)
         body = wire.generate_body(rid or self._rid(), array("i", prefix), sampling, n, session)
+        if not ends:
+            fields = json.loads(body)
+            fields["sampling_params"]["ignore_eos"] = True
+            body = json.dumps(fields).encode()
         return await self.client.generate(body, "engine check")
 
-    async def _long(self, rid: str, legs: list[wire.Leg]) -> None:
+    @asynccontextmanager
+    async def _running(self, seconds: float) -> AsyncIterator[tuple[str, list[wire.Leg]]]:
+        """An attempt that has run for some seconds, by name; aborted at the end of the block, and then in the list."""
         assert self.info is not None, "asked first"
-        legs.append(await self._generate([5, 6, 7], min(_LONG, self.info.max_context_len - 4), rid=rid))
+        rid, n = self._rid(), min(_LONG, self.info.max_context_len - 4)
+        legs: list[wire.Leg] = []
+
+        async def attempt() -> None:
+            legs.append(await self._generate([5, 6, 7], n, rid=rid, ends=False))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attempt, name=f"attempt {rid}")
+            try:
+                await trio.sleep(seconds)
+                yield rid, legs
+            finally:
+                with cleanup_scope(CONTROL_S, f"abort {rid}"):
+                    await self.client.abort(rid)
 
     async def _aborted(self) -> wire.Leg:
         """An attempt that was aborted while it ran, or was faster than that."""
-        legs: list[wire.Leg] = []
-        rid = self._rid()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._long, rid, legs)
-            await trio.sleep(2 * ABORT_AFTER_S)
-            await self.client.abort(rid)
+        async with self._running(2 * ABORT_AFTER_S) as (_, legs):
+            pass
         return legs[0]
 
 
 class _Broken(Exception):
     """A claim of the contract does not hold."""
+
+
+def _first_text(exc: BaseException) -> str:
+    """The text of an error, or of the first in a group."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return str(exc)
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -261,7 +290,7 @@ def check_engine(url: str, wait_s: float) -> list[Finding]:
     """
 
     async def main() -> list[Finding]:
-        client = SGLangClient(url, url, 8)
+        client = SGLangClient(url, "the server", 8)
         try:
             await connect(client, wait_s)
             return await EngineCheck(client).run()

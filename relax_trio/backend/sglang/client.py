@@ -46,6 +46,14 @@ class Probe:
     version: WeightVersion
 
 
+@frozen
+class Served:
+    """The weights that a server says it serves: their version, and the directory that it last loaded from."""
+
+    version: WeightVersion
+    path: str
+
+
 class SGLangClient:
     """One server over HTTP.
 
@@ -102,18 +110,19 @@ class SGLangClient:
             return False
         return True
 
-    async def weight_version(self) -> WeightVersion:
-        """The version that the server says it serves. Answers while it is paused.
+    async def served(self) -> Served:
+        """What the server says it serves. Answers while it is paused.
 
         Raises:
           BackendError: as `info`.
         """
         status, body = await self._call("GET", "/model_info")
         what = f"/model_info of {self.name}"
-        version = wire.read_object(status, body, what).get("weight_version")
+        answer = wire.read_object(status, body, what)
+        version, path = answer.get("weight_version"), answer.get("model_path")
         if not isinstance(version, str):
             raise BackendProtocolError(f"{what}: names no weight version")
-        return WeightVersion(version)
+        return Served(WeightVersion(version), str(path))
 
     async def probe(self, seconds: float) -> Probe:
         """Generate a token.

@@ -56,27 +56,21 @@ async def give_weights(server: Server, new: NewWeights, recipe: Recipe) -> None:
     """Load `new` on a server on which, but for retract and in_place, no attempt of ours runs.
 
     A server that is paused already stays so. One that is paused in place keeps its cache where attempts are on it.
+    Returns, too, when the server is lost over it: one that comes back gets these weights before it gets work.
 
     Raises:
-      WeightSyncError: the server refuses the weights or to flush its cache, or serves another version afterwards.
+      WeightSyncError: the server refuses the weights or to flush its cache, or serves another version afterwards, or
+        somebody else has changed its weights meanwhile.
 
     Cancellation: the server is told to go on.
     """
     pause = _pause_for(server, recipe)
     server.hold(f"weights {new.version}")
     try:
-        async with _paused(server, pause):
-            await take_back(server, "weights")
-            await load(server, new)
-            await take_back(server, "kv_cache")
-            if _wants_flush(server, new, pause):
-                await server.client.flush_cache(0 if pause else FLUSH_WAIT_S)
-            served = await server.client.weight_version()
-        if served != new.version:
-            raise WeightSyncError(f"{server.name} serves weights {served!r} after it was given {new.version!r}")
-        await unload_unused(server)
+        with server.until_gone():
+            await _exchange(server, new, pause)
     except BackendUnavailable as exc:
-        # Dead servers are noticed elsewhere; one that comes back gets these weights before it gets work.
+        # Dead servers are noticed elsewhere.
         with trio.move_on_after(_GONE_S):
             await server.gone.wait()
         if server.lost is None:
@@ -85,7 +79,39 @@ async def give_weights(server: Server, new: NewWeights, recipe: Recipe) -> None:
         raise WeightSyncError(f"weights {new.version!r}: {exc}") from exc
     finally:
         server.release()
-    emit("server.updated", server=server.name, version=new.version, pause=pause)
+    if server.lost is None:
+        emit("server.updated", server=server.name, version=new.version, pause=pause)
+
+
+async def _exchange(server: Server, new: NewWeights, pause: PauseMode | None) -> None:
+    await _refuse_shared(server)
+    async with _paused(server, pause):
+        await take_back(server, "weights")
+        await load(server, new)
+        await take_back(server, "kv_cache")
+        if _wants_flush(server, new, pause):
+            if pause == "in_place":
+                # A batch that is held in place keeps what has ended, which counts as running. Retracted it is dropped.
+                await server.client.pause("retract")
+                if server.paused is not None:
+                    server.paused = "retract"
+            await server.client.flush_cache(0 if pause else FLUSH_WAIT_S)
+        server.served = await server.client.served()
+    if server.served.version != new.version:
+        raise WeightSyncError(
+            f"{server.name} serves weights {server.served.version!r} after it was given {new.version!r}"
+        )
+    await unload_unused(server)
+
+
+async def _refuse_shared(server: Server) -> None:
+    """Two runs on one server would train on tokens of each other's weights, which may go by the same version."""
+    if server.served is not None and (found := await server.client.served()) != server.served:
+        given = server.served
+        raise WeightSyncError(
+            f"{server.name} serves {found.version!r} of {found.path}, but this run gave it {given.version!r} of "
+            f"{given.path}: somebody else changes its weights; a server takes one run at a time"
+        )
 
 
 def _wants_flush(server: Server, new: NewWeights, pause: PauseMode | None) -> bool:

@@ -49,7 +49,7 @@ class ExternalServer:
         try:
             while True:
                 try:
-                    server = await connect(client, self.common.start_timeout_s)
+                    server = await connect(client, self.common.start_timeout_s, is_back=started.is_set())
                     await admit(server, None)
                 except BackendUnavailable as exc:
                     if not started.is_set():

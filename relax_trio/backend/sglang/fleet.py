@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import trio
 from attrs import define, field, frozen
 
-from relax_trio.backend.sglang.client import MemoryTag, PauseMode, SGLangClient
+from relax_trio.backend.sglang.client import MemoryTag, PauseMode, Served, SGLangClient
 from relax_trio.backend.sglang.wire import ServerInfo
 from relax_trio.errors import BackendUnavailable
 from relax_trio.events import emit
@@ -39,6 +41,7 @@ class Server:
       n_holds: how often that was so, for those who looked away meanwhile.
       paused: how it is paused for longer than an update of its weights takes; None: it is not.
       adapter: the one that requests name; None: they are for the weights as they are.
+      served: the weights as it told when it was given some last; None: not by this run yet.
       unused_adapters: names of those that are to be unloaded.
       released: memory that it has given up for a while.
       asking: held while it is asked for its health, which may make it generate.
@@ -56,6 +59,7 @@ class Server:
     n_holds: int = 0
     paused: PauseMode | None = None
     adapter: LoadedAdapter | None = None
+    served: Served | None = None
     unused_adapters: list[str] = field(factory=list)
     released: set[MemoryTag] = field(factory=set)
     asking: trio.Lock = field(factory=trio.Lock)
@@ -94,6 +98,19 @@ class Server:
         """Wait until no leg is on it. Cancellation: safe."""
         while self.n_legs:
             await self._idle.wait()
+
+    @contextmanager
+    def until_gone(self) -> Iterator[None]:
+        """Leave the block once the server is lost: one that hangs may never answer."""
+        scope = trio.CancelScope()
+        self._scopes.add(scope)
+        if self.lost is not None:
+            scope.cancel(reason=self.lost)
+        try:
+            with scope:
+                yield
+        finally:
+            self._scopes.remove(scope)
 
     def lose(self, reason: str) -> None:
         """It is gone: whoever waits for an answer is told."""

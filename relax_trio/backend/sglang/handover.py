@@ -87,13 +87,17 @@ class Handover:
         elif self._transfer == "distributed":
             require_group(server)
         async with self._lock:
+            if has is None:
+                await self._snapshots.refuse_other_model(server)
+            await self._attempts.take_back(server)
             base, adapter = self._snapshots.version, self._snapshots.adapter
             if has != base:
                 await give_weights(server, NewWeights(version=base, path=self._snapshots.path), "drain")
             if adapter is not None:
                 new = NewWeights(version=adapter.version, path=adapter.path, is_adapter=True)
                 await give_weights(server, new, "drain")
-            self._fleet.admit(server)
+            if server.lost is None:
+                self._fleet.admit(server)
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[None]:

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from relax_trio.backend.base import WeightSource
 from relax_trio.backend.sglang.adapters import SavedAdapter, Shapes, check_adapter, write_adapter
-from relax_trio.errors import WeightSyncError, boundary
+from relax_trio.backend.sglang.fleet import Server
+from relax_trio.errors import ConfigError, WeightSyncError, boundary
 from relax_trio.ids import WeightVersion
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Snapshots:
         self._checkpoint = checkpoint.absolute()
         self._shapes = checkpoint_shapes(self._checkpoint)
         self._holders: Counter[Path] = Counter()
+        self._written: set[Path] = set()
         self._limiter = trio.CapacityLimiter(1)
         self.path = self._checkpoint
         self.version = version
@@ -63,6 +65,7 @@ class Snapshots:
         path = self._root / f"weights-{version}"
         if source.tensors is not None:
             check_tensors({name: tuple(t.shape) for name, t in source.tensors.items()}, self._shapes, version)
+            self._written.add(path)
             await trio.to_thread.run_sync(self._write, path, source.tensors, limiter=self._limiter)
         elif source.path is not None:
             shapes = await trio.to_thread.run_sync(checkpoint_shapes, source.path, limiter=self._limiter)
@@ -88,11 +91,32 @@ class Snapshots:
             raise WeightSyncError(f"weights {version!r}: only adapters are handed over, and this source has none")
         check_adapter(adapter, self._shapes, version)
         path = (self._root / f"adapter-{version}").absolute()
+        self._written.add(path)
         await trio.to_thread.run_sync(write_adapter, adapter, path, limiter=self._limiter)
         old, self.adapter = self.adapter, SavedAdapter(version=version, path=path)
-        if old is not None and old.path != path and old.path.parent == path.parent:
+        if old is not None and old.path != path and old.path in self._written:
             shutil.rmtree(old.path, ignore_errors=True)
         return self.adapter
+
+    async def refuse_other_model(self, server: Server) -> None:
+        """Refuse a server of somebody else whose model has other shapes: it would die of the weights.
+
+        What it serves is looked at where that is a directory on this machine, too.
+
+        Raises:
+          ConfigError: names a weight that differs.
+        """
+        served = Path(server.info.model_path)
+        if self._shapes is None or not served.is_absolute() or not (served / "config.json").is_file():
+            return
+        theirs = await trio.to_thread.run_sync(checkpoint_shapes, served, limiter=self._limiter) or {}
+        common = theirs.keys() & self._shapes.keys()
+        odd = sorted(name for name in common or theirs if theirs[name] != self._shapes.get(name))
+        if odd:
+            raise ConfigError(
+                f"{server.name} serves another model: {odd[0]} is {theirs[odd[0]]} in {served}, and "
+                f"{self._shapes.get(odd[0], 'none')} in {self._checkpoint} (--hf-checkpoint)"
+            )
 
     @contextmanager
     def held(self) -> Iterator[Path]:
@@ -107,11 +131,11 @@ class Snapshots:
 
     def remove(self) -> None:
         """Remove what was written: no server needs it any more."""
-        for path in (*self._root.glob("weights-*"), *self._root.glob("adapter-*")):
+        for path in self._written:
             shutil.rmtree(path, ignore_errors=True)
 
     def _drop(self, path: Path) -> None:
-        if path != self.path and not self._holders[path] and path.parent == self._root:
+        if path != self.path and not self._holders[path] and path in self._written:
             shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

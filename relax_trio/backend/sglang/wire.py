@@ -95,6 +95,7 @@ class ServerInfo:
       n_replicas, n_stages: data-parallel copies and pipeline stages.
       device: what it runs on, e.g. "cuda".
       watchdog_s: a batch that takes longer than this ends the server.
+      model_path: what it serves: a directory on its machine, or a name.
     """
 
     version: str
@@ -107,6 +108,7 @@ class ServerInfo:
     n_stages: int = 1
     device: str = "cuda"
     watchdog_s: float = 300.0
+    model_path: str = ""
 
 
 def generate_body(
@@ -236,6 +238,7 @@ def read_info(status: int, body: bytes, what: str) -> ServerInfo:
         n_stages=_size(answer, "pp_size"),
         device=device if isinstance(device, str) else "cuda",
         watchdog_s=float(watchdog_s) if isinstance(watchdog_s, int | float) else 300.0,
+        model_path=path if isinstance(path := answer.get("model_path"), str) else "",
     )
 
 
