@@ -21,11 +21,11 @@ from relax_trio.backend.sglang.readings import read_gauges
 
 pytestmark = [pytest.mark.engine, pytest.mark.sglang_server]
 
-N_STEPS, N_GROUPS, N_SAMPLES = 5, 2, 2
+N_STEPS, N_GROUPS, N_SAMPLES = 5, 1, 4
 N_ATTEMPTS = N_GROUPS * N_SAMPLES
 KILL_IN, HANG_IN = 2, 3
 N_NEW, POOL = 160, 352
-"""Three attempts of 173 tokens fit under 90 % of two pools, and the fourth waits."""
+"""Three attempts of 173 tokens fit under 90 % of two pools, and the fourth waits: a lease has all begin at once."""
 
 IN_FLIGHT_S = 0.5
 """From an agent's word before its model call: by then a server has it, for a second and more."""
@@ -45,6 +45,7 @@ def disturbed(tmp_path_factory):
     out, log = home / "run", home / "console.log"
     told = Told(home / "tell")
     words = command("train", checkpoint, write_rows(home / "rows.jsonl", 2 * N_STEPS * N_GROUPS), out)
+    words += ["--rollout-batch-size", str(N_GROUPS), "--n-samples-per-prompt", str(N_SAMPLES)]
     words += ["--num-rollout", str(N_STEPS), "--rollout-max-context-len", "300"]
     words += ["--rollout-max-response-len", str(N_NEW), "--agent-env", f"MAX_TOKENS={N_NEW}", f"TELL={told.path}"]
     words += ["--rollout-backend", "sglang", "--sglang-num-servers", "2", "--sglang-python", PYTHON]
