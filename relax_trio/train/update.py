@@ -210,7 +210,7 @@ class Updater:
     def _backward(self, targets: Targets, stats: StepStats) -> None:
         logprobs, entropy = self.policy.score(targets.batch, self.settings.distribution)  # (K,), (K,)
         result = objective(logprobs, entropy, targets, self.settings)
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(result.loss)
         stats.add(result.sums, result.gap, result.ratios)
 
     def _look_around(self, targets: Sequence[Targets], check_stop: Callable[[], None]) -> None:
@@ -233,7 +233,7 @@ class Updater:
     def _idle(self) -> None:
         """Take part in the other processes' forward and backward passes, adding nothing."""
         logprobs, _ = self.policy.score(idle_batch(), self.settings.distribution)  # (0,)
-        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(logprobs.sum())
 
     def _apply(self, lr: float, stats: StepStats) -> float:
         """Divide, clip and step; returns the gradient norm before clipping, NaN or infinite when it was skipped."""

@@ -17,7 +17,6 @@ import trio
 from relax_trio.backend.base import Attempt, AttemptResult
 from relax_trio.backend.sglang import wire
 from relax_trio.backend.sglang.adapters import check_version
-from relax_trio.backend.sglang.client import SGLangClient
 from relax_trio.backend.sglang.fleet import Fleet, Server
 from relax_trio.backend.sglang.flight import Flight, LegInFlight
 from relax_trio.backend.sglang.images import NO_IMAGES, ImagePrompts
@@ -58,7 +57,6 @@ class Attempts:
         self._airborne: set[Flight] = set()
         self._legs: set[LegInFlight] = set()
         self._unanswered: list[LegInFlight] = []
-        self._left_behind: dict[SGLangClient, list[str]] = {}
         self._rids = count(1)
         # Another run may use the same servers, and there a rid is taken for every longer one that begins with it.
         self._run_tag = secrets.token_hex(4)
@@ -137,11 +135,6 @@ class Attempts:
         for leg in legs:
             await leg.landed.wait()
 
-    async def take_back(self, server: Server) -> None:
-        """Have a server that was lost and is back end what it had then: nobody waits for that any more."""
-        for rid in self._left_behind.pop(server.client, ()):
-            await self._abort_once(server, rid)
-
     async def say_goodbye(self) -> None:
         """Servers that live on must not go on with attempts of a run that ended."""
         legs = [leg for leg in self._unanswered if leg.server.lost is None]
@@ -206,7 +199,7 @@ class Attempts:
                 answer = await server.client.generate(body, f"attempt {attempt.rid}", routing_key)
                 check_version(answer, leg.adapter, f"attempt {attempt.rid}")
                 return leg.is_called_back, self._cut(flight, answer)
-            self._left_behind.setdefault(server.client, []).append(leg.rid)
+            server.left_behind.append(leg.rid)
             raise BackendUnavailable(f"attempt {attempt.rid}: {server.name} is gone: {server.lost}")
         except BackendUnavailable:
             if server.lost is None:

@@ -15,13 +15,14 @@ _TELL_AFTER_S = 10.0
 _TELL_EVERY_S = 60.0
 
 
-async def connect(client: SGLangClient, timeout_s: float, *, is_back: bool = False) -> Server:
+async def connect(client: SGLangClient, timeout_s: float, *, lost: Server | None = None) -> Server:
     """Wait until a server generates, and get to know it. A port that answers is not enough: the model may be loading.
 
     A wait that takes long is told of, with what is wrong: event `server.waiting`.
 
     Args:
-      is_back: it was a server of this run before, maybe lost while the run had it paused: it is told to go on.
+      lost: what it was to this run before. It may have been lost while the run had it paused, so it is told to go on,
+        and to end what it had then: nobody waits for that any more.
 
     Raises:
       BackendUnavailable: it did not within `timeout_s`; says what was wrong last.
@@ -34,8 +35,10 @@ async def connect(client: SGLangClient, timeout_s: float, *, is_back: bool = Fal
         while True:
             try:
                 info = await client.info()
-                if is_back:
+                if lost is not None:
                     await client.resume()
+                    for rid in lost.left_behind:
+                        await client.abort(rid)
                 probe = await client.probe(_PROBE_S)
             except BackendError as exc:
                 problem = str(exc)

@@ -7,7 +7,7 @@ from attrs import frozen
 
 from relax_trio.backend.sglang.client import SGLangClient
 from relax_trio.backend.sglang.connect import connect
-from relax_trio.backend.sglang.fleet import Fleet
+from relax_trio.backend.sglang.fleet import Fleet, Server
 from relax_trio.backend.sglang.health import watch_health
 from relax_trio.backend.sglang.keeper import Admit
 from relax_trio.backend.sglang.snapshots import Snapshots
@@ -46,10 +46,11 @@ class ExternalServer:
         Cancellation: the server is left alone.
         """
         client = SGLangClient(self.url, f"SGLang server {self.url}", self.common.max_inflight)
+        lost: Server | None = None
         try:
             while True:
                 try:
-                    server = await connect(client, self.common.start_timeout_s, is_back=started.is_set())
+                    server = await connect(client, self.common.start_timeout_s, lost=lost)
                     await admit(server, None)
                 except BackendUnavailable as exc:
                     if not started.is_set():
@@ -58,5 +59,6 @@ class ExternalServer:
                     continue
                 started.set()
                 fleet.lose(server, await watch_health(server, fleet, self.common.health_timeout_s))
+                lost = server
         finally:
             await client.aclose()

@@ -46,6 +46,7 @@ class Server:
       released: memory that it has given up for a while.
       asking: held while it is asked for its health, which may make it generate.
       doubted: set while it is not known whether it still lives: a connection to it broke.
+      left_behind: names of legs that were on it when it was lost.
       lost: why it is gone, None while it serves.
       gone: set when it is lost.
     """
@@ -64,6 +65,7 @@ class Server:
     released: set[MemoryTag] = field(factory=set)
     asking: trio.Lock = field(factory=trio.Lock)
     doubted: trio.Event = field(factory=trio.Event)
+    left_behind: list[str] = field(factory=list)
     lost: str | None = None
     gone: trio.Event = field(factory=trio.Event)
     _scopes: set[trio.CancelScope] = field(factory=set)

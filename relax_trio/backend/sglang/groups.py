@@ -73,6 +73,7 @@ class UpdateGroup:
         Raises:
           RuntimeError: torch's: not all ranks came, or the connection failed.
         """
+        # type: ignore: torch's compiled part has them, of which its types don't tell
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
         world, kind, timeout = 1 + n_ranks, "cuda" if self.device != "cpu" else "cpu", timedelta(seconds=GROUP_S)
@@ -81,7 +82,7 @@ class UpdateGroup:
         # The keys of torch's own groups of one backend: the server's end is made by torch.
         store = PrefixStore(f"{kind}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, client)))
         if kind == "cpu":
-            gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as above
             gloo._timeout = timeout
             gloo._devices = [ProcessGroupGloo.create_device(hostname=self.address)]
             self.process_group = ProcessGroupGloo(store, 0, world, gloo)
@@ -246,7 +247,7 @@ class UpdateGroups:
 
 def _open_store(url: str, world: int) -> tuple[str, Any]:
     """A store for the ranks of a group to meet, at an address and a free port that the server at `url` reaches."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # of torch's compiled part, which has no types
 
     address = address_towards(url)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -89,7 +89,6 @@ class Handover:
         async with self._lock:
             if has is None:
                 await self._snapshots.refuse_other_model(server)
-            await self._attempts.take_back(server)
             base, adapter = self._snapshots.version, self._snapshots.adapter
             if has != base:
                 await give_weights(server, NewWeights(version=base, path=self._snapshots.path), "drain")
