@@ -133,11 +133,8 @@ async def open_shared(agent_fn=one_turn_agent, *, backend=None, launcher=None, *
 
 
 @asynccontextmanager
-async def open_codec_session(texts):
-    """A leased Session with a real tokenizer and a template that opens the reasoning; its turns say `texts`."""
-    codec = make_codec(THINKING_PROMPT)
-    end = codec.encode_text("<|im_end|>")
-    backend = FakeBackend([[*codec.encode_text(text), *end] for text in texts])
+async def open_leased_session(backend, codec, limits):
+    """A leased Session over a backend that it runs."""
     lease = trio.Event()
     lease.set()
     async with open_shared(backend=backend) as shared:
@@ -147,12 +144,23 @@ async def open_codec_session(texts):
             index=0,
             mode="train",
             task=make_tasks(1)[0],
-            limits=TurnLimits(temperature=1.0, max_response_len=200, max_context_len=100_000),
+            limits=limits,
             shared=evolve(shared, codec=codec),
             lease=lease,
         )
         async with session.open():
             yield session
+
+
+@asynccontextmanager
+async def open_codec_session(texts):
+    """A leased Session with a real tokenizer and a template that opens the reasoning; its turns say `texts`."""
+    codec = make_codec(THINKING_PROMPT)
+    end = codec.encode_text("<|im_end|>")
+    backend = FakeBackend([[*codec.encode_text(text), *end] for text in texts])
+    limits = TurnLimits(temperature=1.0, max_response_len=200, max_context_len=100_000)
+    async with open_leased_session(backend, codec, limits) as session:
+        yield session
 
 
 @asynccontextmanager

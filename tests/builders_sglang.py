@@ -46,7 +46,7 @@ END_ID = 2
 
 def require_sglang():
     """Skip, saying how not to, where no environment with SGLang is named."""
-    if PYTHON is None:
+    if PYTHON is None:  # SGLang wants an environment of its own, which only CI and who asks for it has
         pytest.skip(
             "no SGLang: tools/sglang_cpu_env DIR makes an environment, RELAX_TRIO_SGLANG=DIR/bin/python names it"
         )

@@ -7,13 +7,10 @@ import copy
 import functools
 import io
 import json
-from contextlib import asynccontextmanager
 
 import numpy as np
 import torch
-import trio
-from attrs import evolve
-from builders_runtime import make_tasks, open_shared
+from builders_runtime import open_leased_session
 from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
@@ -29,8 +26,6 @@ from transformers import (
 from relax_trio.data.messages import ImagePart, Message, TextPart
 from relax_trio.data.request import CanonicalRequest
 from relax_trio.demo.tokenizer import train_tokenizer
-from relax_trio.ids import GroupId, PlaceId
-from relax_trio.runtime.session import Session
 from relax_trio.runtime.shared import TurnLimits
 
 VOCAB_LEN = 512
@@ -214,24 +209,10 @@ def plain_logprobs(model, tokens, images, *, forbidden=(), processor=None):
 # --- Sessions ----------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def open_vision_session(backend, codec, *, max_context_len=CONTEXT_LEN):
+def open_vision_session(backend, codec, *, max_context_len=CONTEXT_LEN):
     """A leased Session over a backend that it runs."""
-    lease = trio.Event()
-    lease.set()
-    async with open_shared(backend=backend) as shared:
-        session = Session(
-            place=PlaceId("G0/0"),
-            group=GroupId("G0"),
-            index=0,
-            mode="train",
-            task=make_tasks(1)[0],
-            limits=TurnLimits(temperature=1.0, max_response_len=40, max_context_len=max_context_len),
-            shared=evolve(shared, codec=codec),
-            lease=lease,
-        )
-        async with session.open():
-            yield session
+    limits = TurnLimits(temperature=1.0, max_response_len=40, max_context_len=max_context_len)
+    return open_leased_session(backend, codec, limits)
 
 
 async def ask(session, *messages, **fields):

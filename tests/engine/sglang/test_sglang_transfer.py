@@ -6,7 +6,7 @@ import pytest
 import torch
 import trio
 from builders_adapter import RANK, adapter_source, without_matrix
-from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, make_model, save_checkpoint, serving
+from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, make_model, serving
 from builders_process import eventually
 from builders_sglang import backend_on
 from sglang_wire import VERSIONS, token_at
@@ -21,16 +21,6 @@ from relax_trio.errors import BackendProtocolError, ConfigError, TrainError, Wei
 pytestmark = pytest.mark.engine
 
 TAKES_ADAPTERS = {"enable_lora": True, "max_lora_rank": 2 * RANK}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model, tmp_path_factory):
-    return save_checkpoint(model, tmp_path_factory.mktemp("transfer") / "llama")
 
 
 @pytest.fixture(scope="module")

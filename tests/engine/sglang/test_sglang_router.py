@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, make_model, save_checkpoint, serving
+from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, serving
 from builders_process import eventually
 from builders_sglang import backend_on, router_backend
 from sglang_router_wire import wire_router, worker_at
@@ -19,16 +19,6 @@ from relax_trio.errors import BackendUnavailable, ConfigError
 pytestmark = pytest.mark.engine
 
 LONG = 600
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model, tmp_path_factory):
-    return save_checkpoint(model, tmp_path_factory.mktemp("router") / "llama")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 from attrs import evolve
-from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, make_model, save_checkpoint, serving
+from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, serving
 from builders_sglang import backend_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,16 +26,6 @@ FIRST, SECOND = (EncodedImage(url=f"data:image/png;base64,{name}", n_tokens=N) f
 
 def decode(ids):
     return "".join(PADS.texts.get(token_id, "<image>" if token_id == 89 else "x") for token_id in ids)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model, tmp_path_factory):
-    return save_checkpoint(model, tmp_path_factory.mktemp("wire") / "llama")
 
 
 @pytest.fixture(params=VERSIONS)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import trio
-from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, make_model, save_checkpoint, serving
+from builders_backend import CONTEXT_LEN, VOCAB_LEN, make_attempt, serving
 from builders_process import eventually
 from builders_sglang import backend_on
 from sglang_wire import VERSIONS, token_at, wire_server
 
-from relax_trio.backend.base import WeightSource
 from relax_trio.backend.sglang.client import SGLangClient
 from relax_trio.backend.sglang.connect import connect
 from relax_trio.errors import BackendUnavailable, ConfigError
@@ -18,21 +17,6 @@ pytestmark = pytest.mark.engine
 
 OLD, NEW = VERSIONS
 LONG = 600
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model, tmp_path_factory):
-    return save_checkpoint(model, tmp_path_factory.mktemp("pauses") / "llama")
-
-
-@pytest.fixture
-def source(model):
-    return WeightSource(tensors=model.state_dict())
 
 
 @pytest.fixture

@@ -21,21 +21,6 @@ pytestmark = pytest.mark.engine
 LONG = 600
 
 
-@pytest.fixture(scope="module")
-def model():
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(model, tmp_path_factory):
-    return save_checkpoint(model, tmp_path_factory.mktemp("wire") / "llama")
-
-
-@pytest.fixture
-def source(model):
-    return WeightSource(tensors=model.state_dict())
-
-
 @pytest.fixture(params=VERSIONS)
 def version(request):
     return request.param
