@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import functools
+import ssl
 from typing import Final
 
 import httpx
@@ -40,7 +42,9 @@ async def _get(url: str, data: bytearray, scope: trio.CancelScope) -> None:
     """Read the file into `data`; once that is too large, `scope` is cancelled."""
     try:
         async with (
-            httpx.AsyncClient(follow_redirects=True, max_redirects=_MAX_REDIRECTS, timeout=FETCH_S) as client,
+            httpx.AsyncClient(
+                verify=_tls(), follow_redirects=True, max_redirects=_MAX_REDIRECTS, timeout=FETCH_S
+            ) as client,
             client.stream("GET", url) as response,
         ):
             if response.status_code != 200:
@@ -53,6 +57,12 @@ async def _get(url: str, data: bytearray, scope: trio.CancelScope) -> None:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as exc:
         why = str(exc) or type(exc).__name__
         raise InvalidRequest(f"{_shown(url)} can't be fetched ({why}); send the image itself as a data: URL") from exc
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Made once: reading all certificates holds the event loop up for a good part of a fetch."""
+    return httpx.create_ssl_context()
 
 
 def _shown(url: str) -> str:

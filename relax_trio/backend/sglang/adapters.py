@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import shutil
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 
 from attrs import frozen
@@ -21,6 +19,7 @@ from safetensors.torch import save_file
 
 from relax_trio.backend.base import AdapterWeights
 from relax_trio.backend.sglang.fleet import LoadedAdapter, Server
+from relax_trio.backend.sglang.names import new_name
 from relax_trio.backend.sglang.wire import Leg
 from relax_trio.errors import (
     BackendError,
@@ -36,8 +35,6 @@ from relax_trio.ids import WeightVersion
 Shapes = Mapping[str, tuple[int, ...]]
 
 _MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_TAG = secrets.token_hex(4)
-_numbers = count(1)
 
 
 @frozen(kw_only=True)
@@ -61,8 +58,7 @@ async def load_adapter(
 
     Cancellation: the server may have it without a use for it.
     """
-    # Another run may use the server, and this one may load a version twice: no name is ever given again.
-    name = f"relax-trio-{_TAG}-{next(_numbers)}-{version}"
+    name = f"{new_name()}-{version}"  # this run, too, may load a version twice
     if adapter is None or serialized is None:
         await server.client.load_adapter(name, path)
     else:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -28,6 +26,7 @@ import trio
 from attrs import define
 
 from relax_trio.backend.sglang.fleet import Server
+from relax_trio.backend.sglang.names import new_name
 from relax_trio.errors import BackendError, BackendUnavailable, ConfigError, boundary
 from relax_trio.events import emit
 from relax_trio.ids import WeightVersion
@@ -40,7 +39,6 @@ GROUP_S = 120.0
 
 _POLL_S = 0.001
 _N_THREADS = 16
-_TAG = secrets.token_hex(4)
 
 
 @define(eq=False, kw_only=True)
@@ -136,7 +134,6 @@ class UpdateGroups:
 
     def __init__(self) -> None:
         self._groups: dict[Server, UpdateGroup] = {}
-        self._numbers = count(1)
         self._limiter = trio.CapacityLimiter(_N_THREADS)
 
     async def send(self, server: Server, bucket: Sequence[tuple[str, torch.Tensor]], version: WeightVersion) -> None:
@@ -187,8 +184,7 @@ class UpdateGroups:
     async def _form(self, server: Server) -> UpdateGroup:
         device, world = sender_device(server), 1 + server.info.n_ranks
         address, store = await trio.to_thread.run_sync(_open_store, server.client.url, world, limiter=self._limiter)
-        name = f"relax-trio-{_TAG}-{next(self._numbers)}"
-        group, port = UpdateGroup(name=name, device=device, address=address, store=store), store.port
+        group, port = UpdateGroup(name=new_name(), device=device, address=address, store=store), store.port
         del store  # the group's is the only one, so that the ranks' waits end with it
         kind: Literal["gloo", "nccl"] = "gloo" if device == "cpu" else "nccl"
         call = partial(server.client.join_group, group.name, address, port, world, kind)
