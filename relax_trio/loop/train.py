@@ -95,7 +95,7 @@ async def train(config: Config, data: RunData, checkpoint: Path, run_dir: Path, 
             with stop.work():
                 async with loop.work.open():
                     await loop.run()
-        except BaseException:
+        except BaseException:  # a stop, too: whatever ends the work, what was trained is saved
             await loop.save_after_failure()
             raise
         await loop.save()

@@ -135,7 +135,7 @@ class ProcessTrainer:
             yield phase
             assert phase.is_whole, "a phase whose consume was cancelled or failed has to be left by that exception"
             result = await self._ask("finish")
-        except BaseException:
+        except BaseException:  # a cancellation, too: whatever leaves a phase early, it is undone
             if self._broken is None:
                 with cleanup_scope(MAX_CLEANUP_S, f"optimizer phase of rollout step {rollout_id}"):
                     await self._ask("give_up")

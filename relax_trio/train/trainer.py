@@ -77,7 +77,7 @@ class TorchTrainer:
             assert phase.is_whole, "a phase whose consume was cancelled or failed has to be left by that exception"
             with _failure_of(rollout_id):
                 result = await self._pool.run(opened.finish)
-        except BaseException:
+        except BaseException:  # a cancellation, too: whatever leaves a phase early, it is undone
             with (
                 cleanup_scope(MAX_CLEANUP_S, f"optimizer phase of rollout step {rollout_id}"),
                 boundary(TrainError, f"training on rollout step {rollout_id} could not be undone", RuntimeError),
